@@ -1,0 +1,1 @@
+"""Pipeline stages: each module turns artifacts into one artifact (see `tasks.stage`)."""

