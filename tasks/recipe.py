@@ -130,6 +130,9 @@ class TrainingSection(Section):
     steps: int = Field(400, ge=1)
     tokens_per_step: int = Field(2048, ge=64, description="tokens of packed documents per step")
     anchors_per_step: int = Field(256, ge=1)
+    optimizer: Literal["adamw", "muon"] = Field(
+        "muon", description="muon: Muon for the matrices of layers and fc, AdamW for the rest"
+    )
     learning_rate: float = Field(1e-3, gt=0)
     warmup_share: float = Field(0.04, ge=0, lt=1)
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -138,6 +141,12 @@ class TrainingSection(Section):
     loss: dict[Literal["ce", "tv", "kl"], float] = Field(default_factory=lambda: {"ce": 0.1, "tv": 0.9})
     loss_decay_gamma: float = Field(4.0, gt=0, description="slot weight exp(-k/gamma)")
     confidence_loss_weight: float = Field(1.0, ge=0)
+    confidence_slots: int = Field(
+        256, ge=1, description="slots per step that train the confidence head when the loss is ce alone"
+    )
+    detach_confidence: bool = Field(
+        True, description="keep the confidence head's gradient out of the backbone"
+    )
     validate_every: int = Field(100, ge=1, description="steps between walks over the validation documents")
     checkpoint_every_seconds: float = Field(60.0, gt=0)
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="compute dtype; masters are float32")

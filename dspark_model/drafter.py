@@ -1,0 +1,131 @@
+"""The DSpark drafter: one parallel pass over a block per anchor, then a Markov bias left to right.
+
+Context = RMSNorm(fc(concatenated verifier states)); slots = [anchor embedding, mask embeddings...]; each layer lets
+slots attend to the context strictly before the anchor and to their own block. Logits = lm_head(norm(x)) + Markov bias.
+(DSpark paper, arXiv 2607.05147; checkpoint contract of vllm-project/speculators.)
+
+Shape letters: T row tokens, F fused aux width, A anchors, K block slots, S = A K slots, D hidden, R Markov rank,
+V verifier vocabulary, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from dspark_model.batch import PackedRow, Slots
+from dspark_model.config import DrafterConfig
+from dspark_model.heads import ConfidenceHead, MarkovHead
+from dspark_model.layers import DrafterLayer, RMSNorm, make_chunks, rope_tables
+from dspark_model.verifier import VerifierParts
+from dspark_model.vocab import draft_to_verifier_ids
+
+
+@dataclass(frozen=True)
+class DrafterOutput:
+    """What the heads read: nothing here has the size of a vocabulary."""
+
+    hidden_SD: Tensor
+    """Slot states after the final norm."""
+    markov_SR: Tensor | None
+    """Embedding of each slot's previous token, None without a Markov head."""
+
+
+class DSparkDrafter(nn.Module):
+    """Trainable drafter plus the frozen verifier parts it shares.
+
+    Frozen `embed_tokens` and `lm_head` are NaN until `load_verifier` fills them, so a missed load cannot pass.
+    """
+
+    d2t: Tensor
+    t2d: Tensor
+
+    def __init__(self, config: DrafterConfig, t2d: Tensor | None = None) -> None:
+        """Fresh drafter.
+
+        Args:
+            config: shapes and masks.
+            t2d: bool [V], the draft vocabulary; None for the whole vocabulary.
+
+        Raises:
+            ValueError: `t2d` does not have V entries or W set.
+        """
+        super().__init__()
+        self.config = config
+        D, V, W = config.hidden_size, config.verifier_vocab_size, config.draft_vocab_size
+        t2d = torch.ones(V, dtype=torch.bool) if t2d is None else t2d
+        if t2d.shape != (V,) or int(t2d.sum()) != W:
+            raise ValueError(
+                f"t2d has shape {tuple(t2d.shape)} with {int(t2d.sum())} ids set; the config says "
+                f"verifier_vocab_size={V}, draft_vocab_size={W}"
+            )
+        self.fc = nn.Linear(config.aux_width, D, bias=False)
+        self.hidden_norm = RMSNorm(D, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DrafterLayer(config, kind) for kind in config.layer_kinds)
+        self.norm = RMSNorm(D, config.rms_norm_eps)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=config.initializer_range)
+        self.markov_head = MarkovHead(config) if config.markov_rank else None
+        self.confidence_head = ConfidenceHead(config) if config.confidence_head else None
+        self.register_buffer("t2d", t2d, persistent=False)
+        self.register_buffer("d2t", draft_to_verifier_ids(t2d) - torch.arange(W), persistent=False)
+        self.embed_tokens = nn.Parameter(torch.full((V, D), torch.nan), requires_grad=False)
+        self.lm_head = nn.Parameter(torch.full((W, D), torch.nan), requires_grad=False)
+
+    @property
+    def verifier_ids_W(self) -> Tensor:
+        """Verifier id of each draft id [W]."""
+        return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
+
+    def load_verifier(self, parts: VerifierParts, dtype: torch.dtype | None = None) -> None:
+        """Copy the frozen embedding and the draft rows of the head, kept in `dtype` (default: as stored).
+
+        The drafter's own final norm starts from the verifier's: the frozen head expects inputs of that scale.
+
+        Raises:
+            ValueError: the verifier's shapes are not those of the config.
+        """
+        expected = (self.config.verifier_vocab_size, self.config.hidden_size)
+        if tuple(parts.embed_VD.shape) != expected:
+            raise ValueError(f"verifier embedding has shape {tuple(parts.embed_VD.shape)}, the drafter expects {expected}")
+        device = self.fc.weight.device
+        self.embed_tokens.data = parts.embed_VD.to(device=device, dtype=dtype)
+        self.lm_head.data = parts.lm_head_VD[self.t2d.to(parts.lm_head_VD.device)].to(device=device, dtype=dtype)
+        with torch.no_grad():
+            self.norm.weight.copy_(parts.norm_D)
+
+    def trainable_state(self) -> dict[str, Tensor]:
+        """Parameters that training changes, by checkpoint name."""
+        return {name: value for name, value in self.named_parameters() if value.requires_grad}
+
+    def forward(self, row: PackedRow, anchor_pos_A: Tensor, slots: Slots) -> DrafterOutput:
+        """Slot states for blocks at ascending anchors of a packed row.
+
+        Args:
+            row: packed documents with their verifier states.
+            anchor_pos_A: ascending row positions.
+            slots: `make_slots` of the same row and anchors.
+
+        Returns:
+            Slot states and Markov embeddings, flattened anchor-major ([A, K] -> S).
+        """
+        config = self.config
+        context_TD = self.hidden_norm(self.fc(row.aux_hidden_TF.to(self.fc.weight.dtype)))
+        x_SD = nn.functional.embedding(slots.input_ids_AK.flatten(), self.embed_tokens).to(context_TD.dtype)
+        chunks = make_chunks(row.starts, anchor_pos_A, config)
+        slot_rope = rope_tables(slots.position_ids_AK.flatten(), config.head_dim, config.rope_theta)
+        context_rope = rope_tables(row.position_ids_T, config.head_dim, config.rope_theta)
+        for layer in self.layers:
+            x_SD = layer(x_SD, context_TD, chunks, slot_rope, context_rope)
+        markov_SR = self.markov_head.embed(slots.prev_token_ids_AK.flatten()) if self.markov_head else None
+        return DrafterOutput(hidden_SD=self.norm(x_SD), markov_SR=markov_SR)
+
+    def logits(self, hidden_SD: Tensor, markov_SR: Tensor | None) -> Tensor:
+        """Float32 logits [S, W] over draft ids; callers chunk S."""
+        logits_SW = nn.functional.linear(hidden_SD.to(self.lm_head.dtype), self.lm_head).float()
+        if self.markov_head is not None and markov_SR is not None:
+            logits_SW = logits_SW + self.markov_head.bias(markov_SR).float()
+        return logits_SW

@@ -1,0 +1,178 @@
+"""Drafter layers: Qwen3-style attention over verifier context and block slots, and a SwiGLU MLP.
+
+Keys and values come from the concatenation [context ; slots] through the same projections; queries from slots only,
+so context tokens never pass through draft MLPs (DSpark paper, section on the DFlash backbone, arXiv 2607.05147).
+The context skips input_layernorm: it is normalised once by `hidden_norm`.
+
+Shape letters: T row tokens, S slots (anchors x block), D hidden, N query heads, M key heads, H head dim, Q queries
+and C keys of one chunk. Parameter names are those of the checkpoint contract.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from dspark_model.config import DrafterConfig, LayerKind
+from dspark_model.masks import block_mask, context_mask
+
+ANCHORS_PER_CHUNK = 64
+"""Anchors attended at once: bounds the mask to [64 K, context + 64 K] whatever the row's length."""
+
+
+class RMSNorm(nn.Module):
+    """Root-mean-square norm computed in float32, gain w (not 1 + w)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise the last dimension; the result has x's dtype."""
+        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+
+
+def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Float32 cos and sin [positions, 1, H] of the half-split (neox) rotary embedding."""
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, device=positions.device, dtype=torch.float32) / head_dim)
+    angles = positions.float()[:, None] * frequencies
+    angles = torch.cat([angles, angles], -1)[:, None]
+    return angles.cos(), angles.sin()
+
+
+def apply_rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate [positions, heads, H] by its tables."""
+    cos, sin = tables
+    first, second = x.float().chunk(2, -1)
+    return (x.float() * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Anchors of one document attended together: query slots, the context they may see, and the masks."""
+
+    slots: slice
+    context: slice
+    mask_QC: dict[LayerKind, Tensor]
+    """Bool [queries, context + queries] per layer kind."""
+
+
+def make_chunks(
+    starts: tuple[int, ...], anchor_pos_A: Tensor, config: DrafterConfig
+) -> list[Chunk]:
+    """Split ascending anchors by document, then into chunks; context is cut at the chunk's last anchor."""
+    K, anchors = config.block_size, anchor_pos_A.tolist()
+    chunks, first = [], 0
+    for start, stop in zip(starts, starts[1:], strict=False):
+        end = first
+        while end < len(anchors) and anchors[end] < stop:
+            end += 1
+        for low in range(first, end, ANCHORS_PER_CHUNK):
+            high = min(low + ANCHORS_PER_CHUNK, end)
+            context = slice(start, anchors[high - 1])
+            masks = {
+                kind: _chunk_mask(anchor_pos_A[low:high], context, kind, config)
+                for kind in dict.fromkeys(config.layer_kinds)
+            }
+            chunks.append(Chunk(slice(low * K, high * K), context, masks))
+        first = end
+    return chunks
+
+
+def _chunk_mask(anchor_pos_A: Tensor, context: slice, kind: LayerKind, config: DrafterConfig) -> Tensor:
+    K, A, device = config.block_size, anchor_pos_A.shape[0], anchor_pos_A.device
+    context_pos_C = torch.arange(context.start, context.stop, device=device)
+    seen_AKC = context_mask(anchor_pos_A, context_pos_C, K, kind, config.sliding_window)
+    own_QQ = torch.block_diag(*[torch.ones(K, K, device=device)] * A).bool()
+    own_QQ &= block_mask(K, kind, config.sliding_window, device).repeat(A, A)
+    return torch.cat([seen_AKC.reshape(A * K, -1), own_QQ], 1)
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with per-head q and k norms; see the module docstring for what attends to what."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        D, H = config.hidden_size, config.head_dim
+        self.head_dim = H
+        self.q_proj = nn.Linear(D, config.num_heads * H, bias=False)
+        self.k_proj = nn.Linear(D, config.num_kv_heads * H, bias=False)
+        self.v_proj = nn.Linear(D, config.num_kv_heads * H, bias=False)
+        self.o_proj = nn.Linear(config.num_heads * H, D, bias=False)
+        self.q_norm = RMSNorm(H, config.rms_norm_eps)
+        self.k_norm = RMSNorm(H, config.rms_norm_eps)
+
+    def forward(
+        self,
+        x_SD: Tensor,
+        context_TD: Tensor,
+        chunks: list[Chunk],
+        kind: LayerKind,
+        slot_rope: tuple[Tensor, Tensor],
+        context_rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Attention output [S, D] for slot inputs [S, D] over context [T, D]."""
+        H = self.head_dim
+        q_SNH = apply_rope(self.q_norm(self.q_proj(x_SD).unflatten(-1, (-1, H))), slot_rope)
+        k_SMH = apply_rope(self.k_norm(self.k_proj(x_SD).unflatten(-1, (-1, H))), slot_rope)
+        v_SMH = self.v_proj(x_SD).unflatten(-1, (-1, H))
+        k_TMH = apply_rope(self.k_norm(self.k_proj(context_TD).unflatten(-1, (-1, H))), context_rope)
+        v_TMH = self.v_proj(context_TD).unflatten(-1, (-1, H))
+        outputs = []
+        for chunk in chunks:
+            k_CMH = torch.cat([k_TMH[chunk.context], k_SMH[chunk.slots]])
+            v_CMH = torch.cat([v_TMH[chunk.context], v_SMH[chunk.slots]])
+            out_NQH = F.scaled_dot_product_attention(
+                q_SNH[chunk.slots].transpose(0, 1)[None],
+                k_CMH.transpose(0, 1)[None],
+                v_CMH.transpose(0, 1)[None],
+                attn_mask=chunk.mask_QC[kind][None, None],
+                enable_gqa=True,
+            )[0]
+            outputs.append(out_NQH.transpose(0, 1).flatten(1))
+        return self.o_proj(torch.cat(outputs))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DrafterConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x_SD: Tensor) -> Tensor:
+        """[S, D] to [S, D]."""
+        return self.down_proj(F.silu(self.gate_proj(x_SD)) * self.up_proj(x_SD))
+
+
+class DrafterLayer(nn.Module):
+    """Pre-norm attention and MLP with residuals."""
+
+    def __init__(self, config: DrafterConfig, kind: LayerKind) -> None:
+        super().__init__()
+        self.kind = kind
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = Attention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(
+        self,
+        x_SD: Tensor,
+        context_TD: Tensor,
+        chunks: list[Chunk],
+        slot_rope: tuple[Tensor, Tensor],
+        context_rope: tuple[Tensor, Tensor],
+    ) -> Tensor:
+        """Slot states [S, D] after this layer."""
+        attended_SD = self.self_attn(
+            self.input_layernorm(x_SD), context_TD, chunks, self.kind, slot_rope, context_rope
+        )
+        x_SD = x_SD + attended_SD
+        return x_SD + self.mlp(self.post_attention_layernorm(x_SD))

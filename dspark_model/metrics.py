@@ -1,0 +1,144 @@
+"""Walked acceptance: what serving would accept, computed from stored states without a server.
+
+Draft at every position of a verifier's answer in one batched forward, then walk as the server does: at a position,
+accept the longest prefix that equals the answer, jump past it and the verifier's own (bonus) token. Only positions
+that serving visits count; random anchors and teacher-forced estimates count others and read high.
+
+Shape letters: T tokens, A anchors, K block slots, P proposals per block, D hidden, R Markov rank, W draft vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dspark_model.batch import Document, make_slots, pack
+from dspark_model.drafter import DSparkDrafter
+
+ROWS_PER_CHUNK = 256
+"""Anchors whose block logits [rows, K, W] are held at once."""
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """Counts of verification steps, mergeable: rates are formed last, so batching cannot change them."""
+
+    drafts: int
+    accepted_per_position: tuple[int, ...]
+    """Steps that accepted at least i + 1 drafted tokens."""
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens accepted."""
+        return sum(self.accepted_per_position)
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens emitted per verification: 1 (the verifier's own) + accepted / drafts; nan without drafts."""
+        return 1 + self.accepted / self.drafts if self.drafts else float("nan")
+
+    @property
+    def survival(self) -> tuple[float, ...]:
+        """Share of steps that accepted position i."""
+        return tuple(count / self.drafts if self.drafts else float("nan") for count in self.accepted_per_position)
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """Share of steps that accepted position i among those that accepted i - 1; nan where there are none."""
+        reached = (self.drafts, *self.accepted_per_position)
+        return tuple(
+            count / before if before else float("nan")
+            for before, count in zip(reached, self.accepted_per_position, strict=False)
+        )
+
+    def __add__(self, other: Acceptance) -> Acceptance:
+        if not self.drafts:
+            return other
+        if not other.drafts:
+            return self
+        pairs = zip(self.accepted_per_position, other.accepted_per_position, strict=True)
+        return Acceptance(self.drafts + other.drafts, tuple(a + b for a, b in pairs))
+
+
+def walk(answer: Sequence[int], proposals: Sequence[Sequence[int]], num_speculative_tokens: int) -> Acceptance:
+    """Walk one answer.
+
+    Args:
+        answer: the verifier's tokens; answer[0] comes from the prefill and is the first anchor.
+        proposals: proposals[i] are the tokens drafted after answer[i], for i in 0..len(answer) - 2.
+        num_speculative_tokens: tokens proposed per step.
+    """
+    drafts, accepted_per_position, position = 0, [0] * num_speculative_tokens, 0
+    while position < len(answer) - 1:
+        drafts += 1
+        accepted = 0
+        for token, truth in zip(proposals[position][:num_speculative_tokens], answer[position + 1 :], strict=False):
+            if token != truth:
+                break
+            accepted_per_position[accepted] += 1
+            accepted += 1
+        position += accepted + 1
+    return Acceptance(drafts, tuple(accepted_per_position))
+
+
+@torch.no_grad()
+def propose_everywhere(drafter: DSparkDrafter, document: Document, anchor_pos_A: Tensor) -> Tensor:
+    """Greedy proposals [A, P] (verifier ids) of blocks at ascending anchors, the Markov chain reading its own picks."""
+    config, device = drafter.config, drafter.fc.weight.device
+    row = pack([document]).to(device)
+    anchor_pos_A = anchor_pos_A.to(device)
+    slots = make_slots(
+        row,
+        anchor_pos_A,
+        block_size=config.block_size,
+        mask_token_id=config.mask_token_id,
+        sample_from_anchor=config.sample_from_anchor,
+    )
+    output = drafter(row, anchor_pos_A, slots)
+    hidden_AKD = output.hidden_SD.unflatten(0, (-1, config.block_size))
+    hidden_APD = hidden_AKD[:, config.block_size - config.proposals_per_block :]
+    chunks = zip(
+        hidden_APD.split(ROWS_PER_CHUNK), row.input_ids_T[anchor_pos_A].split(ROWS_PER_CHUNK), strict=True
+    )
+    return torch.cat([_greedy_chain(drafter, hidden, anchors) for hidden, anchors in chunks])
+
+
+def _greedy_chain(drafter: DSparkDrafter, hidden_APD: Tensor, anchor_ids_A: Tensor) -> Tensor:
+    prev_A, picks = anchor_ids_A, []
+    for position in range(hidden_APD.shape[1]):
+        markov_AR = drafter.markov_head.embed(prev_A) if drafter.markov_head else None
+        draft_A = drafter.logits(hidden_APD[:, position], markov_AR).argmax(-1)
+        prev_A = drafter.verifier_ids_W[draft_A]
+        picks.append(prev_A)
+    return torch.stack(picks, 1)
+
+
+@torch.no_grad()
+def walk_documents(
+    drafter: DSparkDrafter, documents: Iterable[Document], num_speculative_tokens: int | None = None
+) -> list[Acceptance]:
+    """Walked acceptance of each document; its answer is the supervised tail.
+
+    Raises:
+        ValueError: a document's supervised tokens are not one run up to its end.
+    """
+    results = []
+    for document in documents:
+        length = document.input_ids_T.shape[0]
+        supervised = document.loss_mask_T.nonzero().flatten()
+        first = int(supervised[0]) if supervised.numel() else length
+        if supervised.numel() != length - first:
+            raise ValueError("walked acceptance needs the supervised tokens to be the document's tail")
+        anchors = torch.arange(first, length - 1)
+        limit = num_speculative_tokens or drafter.config.proposals_per_block
+        proposals = propose_everywhere(drafter, document, anchors).tolist() if anchors.numel() else []
+        results.append(walk(document.input_ids_T[first:].tolist(), proposals, limit))
+    return results
+
+
+def total(results: Iterable[Acceptance], num_positions: int) -> Acceptance:
+    """Sum over documents."""
+    return sum(results, Acceptance(0, (0,) * num_positions))

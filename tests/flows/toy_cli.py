@@ -1,0 +1,41 @@
+"""The project's command line over toy stages; `TOY_HANG=stage` makes that stage wait for a signal."""
+
+import os
+import sys
+import time
+import types
+from pathlib import Path
+
+import tasks.pipeline
+from tests.toy_stages import Toy, ToyServers, whole_pipeline
+
+toy = Toy()
+
+
+def hang(context) -> None:
+    (context.output / "half").write_text("half")
+    Path(os.environ["TOY_MARK"]).write_text("hanging")
+    time.sleep(600)
+
+
+def fail(context) -> None:
+    raise RuntimeError("the trainer lost its way")
+
+
+toy.before[os.environ.get("TOY_HANG", "")] = hang
+toy.before[os.environ.get("TOY_FAIL", "")] = fail
+
+
+class Servers(ToyServers):
+    def close(self) -> None:
+        print("servers closed", flush=True)
+
+
+tasks.pipeline.load_stages = lambda: whole_pipeline(toy)
+sys.modules["tasks.vllm_server"] = types.SimpleNamespace(ServerPool=Servers)  # type: ignore[assignment]
+sys.modules["tasks.verifier"] = types.SimpleNamespace(check_verifier=lambda recipe: None)  # type: ignore[assignment]
+
+if __name__ == "__main__":
+    from flows.cli import app
+
+    app()
