@@ -52,11 +52,15 @@ class PackedRow:
 
     def to(self, device: torch.device) -> PackedRow:
         """The same row on another device."""
-        moved = {
-            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
-            for name, value in vars(self).items()
-        }
-        return PackedRow(**moved)
+        return PackedRow(
+            input_ids_T=self.input_ids_T.to(device, non_blocking=True),
+            loss_mask_T=self.loss_mask_T.to(device, non_blocking=True),
+            document_ids_T=self.document_ids_T.to(device, non_blocking=True),
+            position_ids_T=self.position_ids_T.to(device, non_blocking=True),
+            aux_hidden_TF=self.aux_hidden_TF.to(device, non_blocking=True),
+            last_hidden_TD=self.last_hidden_TD.to(device, non_blocking=True),
+            starts=self.starts,
+        )
 
 
 def pack(documents: Sequence[Document]) -> PackedRow:

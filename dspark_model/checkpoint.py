@@ -41,7 +41,9 @@ def save_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     raw = _foreign_config(config, verifier_name_or_path, verifier_architectures)
     (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
-    tensors = {name: value.detach().to(torch.bfloat16).cpu().contiguous() for name, value in drafter.trainable_state().items()}
+    tensors = {
+        name: value.detach().to(torch.bfloat16).cpu().contiguous() for name, value in drafter.trainable_state().items()
+    }
     if config.reduced_vocab:
         tensors["lm_head.weight"] = drafter.lm_head.detach().to(torch.bfloat16).cpu().contiguous()
         tensors["d2t"] = drafter.d2t.cpu().contiguous()
@@ -74,7 +76,9 @@ def load_checkpoint(folder: Path, verifier: VerifierParts) -> DSparkDrafter:
     with torch.no_grad():
         for name, parameter in expected.items():
             if parameter.shape != tensors[name].shape:
-                raise ValueError(f"{folder}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}")
+                raise ValueError(
+                    f"{folder}: {name} has shape {tuple(tensors[name].shape)}, expected {tuple(parameter.shape)}"
+                )
             parameter.copy_(tensors[name])
     return drafter
 

@@ -76,7 +76,7 @@ class DSparkDrafter(nn.Module):
         self.lm_head = nn.Parameter(torch.full((W, D), torch.nan), requires_grad=False)
 
     @property
-    def verifier_ids_W(self) -> Tensor:
+    def verifier_ids_W(self) -> Tensor:  # noqa: N802 - shape suffix
         """Verifier id of each draft id [W]."""
         return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
 
@@ -90,7 +90,9 @@ class DSparkDrafter(nn.Module):
         """
         expected = (self.config.verifier_vocab_size, self.config.hidden_size)
         if tuple(parts.embed_VD.shape) != expected:
-            raise ValueError(f"verifier embedding has shape {tuple(parts.embed_VD.shape)}, the drafter expects {expected}")
+            raise ValueError(
+                f"verifier embedding has shape {tuple(parts.embed_VD.shape)}, the drafter expects {expected}"
+            )
         device = self.fc.weight.device
         self.embed_tokens.data = parts.embed_VD.to(device=device, dtype=dtype)
         self.lm_head.data = parts.lm_head_VD[self.t2d.to(parts.lm_head_VD.device)].to(device=device, dtype=dtype)

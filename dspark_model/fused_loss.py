@@ -59,6 +59,7 @@ def fused_loss(
         verifier is None or verifier_ids_W is None or targets.last_hidden_SD is None
     ):
         raise ValueError("loss terms kl and tv need the verifier's head and last states")
+    markov_SR, markov_w2_WR = _or_zero_width(markov_SR, markov_w2_WR, hidden_SD, lm_head_WD)
     request = _Request(lm_head_WD, targets, dict(terms), verifier, verifier_ids_W)
     loss, acceptance_S = _FusedLoss.apply(hidden_SD, markov_SR, markov_w2_WR, request)
     return loss, acceptance_S if needs_verifier_distribution(terms) else None
@@ -75,10 +76,10 @@ def chunked_acceptance_rate(
 ) -> Tensor:
     """`losses.acceptance_rate` [S] in chunks, without gradient."""
     rates = []
+    markov_SR, markov_w2_WR = _or_zero_width(markov_SR, markov_w2_WR, hidden_SD, lm_head_WD)
     with torch.no_grad(), torch.autocast(hidden_SD.device.type, enabled=False):
         for rows in _chunks(hidden_SD.shape[0], verifier.lm_head_VD.shape[0]):
-            embedding_CR = None if markov_SR is None else markov_SR[rows]
-            q_CW = _logits(hidden_SD[rows], embedding_CR, lm_head_WD, markov_w2_WR).softmax(-1)
+            q_CW = _logits(hidden_SD[rows], markov_SR[rows], lm_head_WD, markov_w2_WR).softmax(-1)
             p_CW = verifier.logits(last_hidden_SD[rows]).softmax(-1)[:, verifier_ids_W]
             rates.append(torch.minimum(p_CW, q_CW).sum(-1))
     return torch.cat(rates)
@@ -98,46 +99,49 @@ def _chunks(rows: int, vocabulary: int) -> list[slice]:
     return [slice(low, min(low + size, rows)) for low in range(0, rows, size)]
 
 
-def _logits(
-    hidden_CD: Tensor, markov_CR: Tensor | None, lm_head_WD: Tensor, markov_w2_WR: Tensor | None
-) -> Tensor:
-    logits_CW = hidden_CD.to(lm_head_WD.dtype) @ lm_head_WD.T
-    if markov_CR is not None and markov_w2_WR is not None:
-        logits_CW = torch.addmm(logits_CW, markov_CR.to(lm_head_WD.dtype), markov_w2_WR.to(lm_head_WD.dtype).T)
-    return logits_CW.float()
+def _or_zero_width(
+    markov_SR: Tensor | None, markov_w2_WR: Tensor | None, hidden_SD: Tensor, lm_head_WD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The Markov factors, or factors of rank 0 that add nothing."""
+    if markov_SR is None or markov_w2_WR is None:
+        return hidden_SD.new_zeros(hidden_SD.shape[0], 0), lm_head_WD.new_zeros(lm_head_WD.shape[0], 0)
+    return markov_SR, markov_w2_WR
+
+
+def _logits(hidden_CD: Tensor, markov_CR: Tensor, lm_head_WD: Tensor, markov_w2_WR: Tensor) -> Tensor:
+    dtype = lm_head_WD.dtype
+    base_CW = hidden_CD.to(dtype) @ lm_head_WD.T
+    return torch.addmm(base_CW, markov_CR.to(dtype), markov_w2_WR.to(dtype).T).float()
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_SD: Tensor, markov_SR: Tensor | None, markov_w2_WR: Tensor | None, request: _Request
+        ctx: Any, hidden_SD: Tensor, markov_SR: Tensor, markov_w2_WR: Tensor, request: _Request
     ) -> tuple[Tensor, Tensor]:
-        head = request.lm_head_WD
-        has_markov = markov_SR is not None and markov_w2_WR is not None
-        w2 = markov_w2_WR.to(head.dtype) if has_markov else None  # type: ignore[union-attr]
-        grad_hidden, loss = torch.empty_like(hidden_SD), torch.zeros((), device=hidden_SD.device)
-        grad_markov = torch.empty_like(markov_SR) if has_markov else None  # type: ignore[arg-type]
-        grad_w2 = torch.zeros_like(markov_w2_WR, dtype=torch.float32) if has_markov else None  # type: ignore[arg-type]
+        head_WD = request.lm_head_WD
+        w2_WR = markov_w2_WR.to(head_WD.dtype)
+        loss = torch.zeros((), device=hidden_SD.device)
         acceptance_S = torch.zeros(hidden_SD.shape[0], device=hidden_SD.device)
-        wide = request.verifier.lm_head_VD.shape[0] if request.verifier is not None else head.shape[0]
+        grad_hidden, grad_markov = torch.empty_like(hidden_SD), torch.empty_like(markov_SR)
+        grad_w2 = torch.zeros_like(markov_w2_WR, dtype=torch.float32)
+        wide = request.verifier.lm_head_VD.shape[0] if request.verifier is not None else head_WD.shape[0]
         with torch.autocast(hidden_SD.device.type, enabled=False):
             for rows in _chunks(hidden_SD.shape[0], wide):
-                embedding_CR = markov_SR[rows] if has_markov else None  # type: ignore[index]
-                logits_CW = _logits(hidden_SD[rows], embedding_CR, head, w2)
+                logits_CW = _logits(hidden_SD[rows], markov_SR[rows], head_WD, w2_WR)
                 part, grad_CW = _chunk_loss_and_gradient(logits_CW, rows, request, acceptance_S)
                 loss += part
-                grad_CW = grad_CW.to(head.dtype)
-                grad_hidden[rows] = (grad_CW @ head).to(grad_hidden.dtype)
-                if has_markov:
-                    grad_markov[rows] = (grad_CW @ w2).to(grad_markov.dtype)  # type: ignore[index, union-attr, operator]
-                    grad_w2 += (grad_CW.T @ embedding_CR.to(head.dtype)).float()  # type: ignore[union-attr, operator]
+                grad_CW = grad_CW.to(head_WD.dtype)
+                grad_hidden[rows] = (grad_CW @ head_WD).to(grad_hidden.dtype)
+                grad_markov[rows] = (grad_CW @ w2_WR).to(grad_markov.dtype)
+                grad_w2 += (grad_CW.T @ markov_SR[rows].to(head_WD.dtype)).float()
         ctx.save_for_backward(grad_hidden, grad_markov, grad_w2)
         ctx.mark_non_differentiable(acceptance_S)
         return loss, acceptance_S
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        hidden, markov, w2 = (None if g is None else g * grad_loss.to(g.dtype) for g in ctx.saved_tensors)
+    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, markov, w2 = (grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
         return hidden, markov, w2, None
 
 
@@ -152,7 +156,8 @@ def _chunk_loss_and_gradient(
     targets_C = request.targets.draft_targets_S[rows]
     known_C = targets_C >= 0
     if needs_verifier_distribution(terms):
-        assert request.verifier is not None and request.targets.last_hidden_SD is not None
+        assert request.verifier is not None
+        assert request.targets.last_hidden_SD is not None
         p_CW = request.verifier.logits(request.targets.last_hidden_SD[rows]).softmax(-1)[:, request.verifier_ids_W]
         below_CW = q_CW <= p_CW
         acceptance_S[rows] = torch.where(below_CW, q_CW, p_CW).sum(-1)

@@ -44,5 +44,7 @@ class ConfidenceHead(nn.Module):
 
     def forward(self, hidden_SD: Tensor, embedding_SR: Tensor | None) -> Tensor:
         """Float32 logits [S]."""
-        features = torch.cat([hidden_SD, embedding_SR], -1) if self.with_markov and embedding_SR is not None else hidden_SD
+        features = (
+            torch.cat([hidden_SD, embedding_SR], -1) if self.with_markov and embedding_SR is not None else hidden_SD
+        )
         return self.proj(features.float()).squeeze(-1)

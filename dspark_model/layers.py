@@ -11,6 +11,7 @@ and C keys of one chunk. Parameter names are those of the checkpoint contract.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -61,13 +62,11 @@ class Chunk:
     """Bool [queries, context + queries] per layer kind."""
 
 
-def make_chunks(
-    starts: tuple[int, ...], anchor_pos_A: Tensor, config: DrafterConfig
-) -> list[Chunk]:
+def make_chunks(starts: tuple[int, ...], anchor_pos_A: Tensor, config: DrafterConfig) -> list[Chunk]:
     """Split ascending anchors by document, then into chunks; context is cut at the chunk's last anchor."""
     K, anchors = config.block_size, anchor_pos_A.tolist()
     chunks, first = [], 0
-    for start, stop in zip(starts, starts[1:], strict=False):
+    for start, stop in pairwise(starts):
         end = first
         while end < len(anchors) and anchors[end] < stop:
             end += 1
@@ -171,8 +170,6 @@ class DrafterLayer(nn.Module):
         context_rope: tuple[Tensor, Tensor],
     ) -> Tensor:
         """Slot states [S, D] after this layer."""
-        attended_SD = self.self_attn(
-            self.input_layernorm(x_SD), context_TD, chunks, self.kind, slot_rope, context_rope
-        )
+        attended_SD = self.self_attn(self.input_layernorm(x_SD), context_TD, chunks, self.kind, slot_rope, context_rope)
         x_SD = x_SD + attended_SD
         return x_SD + self.mlp(self.post_attention_layernorm(x_SD))

@@ -18,9 +18,7 @@ from torch import Tensor
 from dspark_model.config import LayerKind
 
 
-def context_mask(
-    anchor_pos_A: Tensor, context_pos_C: Tensor, block_size: int, kind: LayerKind, window: int
-) -> Tensor:
+def context_mask(anchor_pos_A: Tensor, context_pos_C: Tensor, block_size: int, kind: LayerKind, window: int) -> Tensor:
     """Bool [A, K, C] for positions of one document."""
     visible_AC = context_pos_C < anchor_pos_A[:, None]
     offsets_K = torch.arange(block_size, device=anchor_pos_A.device)

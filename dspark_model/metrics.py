@@ -100,9 +100,7 @@ def propose_everywhere(drafter: DSparkDrafter, document: Document, anchor_pos_A:
     output = drafter(row, anchor_pos_A, slots)
     hidden_AKD = output.hidden_SD.unflatten(0, (-1, config.block_size))
     hidden_APD = hidden_AKD[:, config.block_size - config.proposals_per_block :]
-    chunks = zip(
-        hidden_APD.split(ROWS_PER_CHUNK), row.input_ids_T[anchor_pos_A].split(ROWS_PER_CHUNK), strict=True
-    )
+    chunks = zip(hidden_APD.split(ROWS_PER_CHUNK), row.input_ids_T[anchor_pos_A].split(ROWS_PER_CHUNK), strict=True)
     return torch.cat([_greedy_chain(drafter, hidden, anchors) for hidden, anchors in chunks])
 
 

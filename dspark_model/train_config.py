@@ -85,6 +85,14 @@ class TrainConfig:
     def identity(self) -> str:
         """Digest of what must be equal for a checkpoint to be continued: everything but paths and intervals."""
         raw = dataclasses.asdict(self)
-        for name in ("verifier", "examples", "hidden_states", "vocab", "output", "scratch", "checkpoint_every_seconds"):
+        for name in (
+            "verifier",
+            "examples",
+            "hidden_states",
+            "vocab",
+            "output",
+            "scratch",
+            "checkpoint_every_seconds",
+        ):
             del raw[name]
         return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()

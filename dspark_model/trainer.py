@@ -111,7 +111,10 @@ class Trainer:
         if muon:
             optimizers.append(
                 torch.optim.Muon(
-                    muon, lr=config.learning_rate, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+                    muon,
+                    lr=config.learning_rate,
+                    weight_decay=config.weight_decay,
+                    adjust_lr_fn="match_rms_adamw",
                 )
             )
         return optimizers
@@ -155,9 +158,7 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return StepResult(
-            loss.item(), confidence.item(), norm.item(), supervised, anchors.shape[0], candidates
-        )
+        return StepResult(loss.item(), confidence.item(), norm.item(), supervised, anchors.shape[0], candidates)
 
     def _loss(self, row: PackedRow, anchors_A: Tensor) -> tuple[Tensor, Tensor, int]:
         config, architecture, drafter = self.config, self.config.drafter, self.drafter
@@ -171,7 +172,9 @@ class Trainer:
         mask_S = slots.supervision_mask_AK.flatten()
         count = mask_S.sum().clamp(min=1)
         weights_K = slot_weights(
-            architecture.block_size, config.loss_decay_gamma, sample_from_anchor=architecture.sample_from_anchor
+            architecture.block_size,
+            config.loss_decay_gamma,
+            sample_from_anchor=architecture.sample_from_anchor,
         ).to(self.device)
         weights_S = mask_S * weights_K.repeat(anchors_A.shape[0])
         w2 = drafter.markov_head.markov_w2.weight if drafter.markov_head else None

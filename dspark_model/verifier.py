@@ -34,7 +34,10 @@ class VerifierParts:
     def to(self, device: torch.device, dtype: torch.dtype) -> VerifierParts:
         """The same parts on another device, in another dtype."""
         return VerifierParts(
-            self.embed_VD.to(device, dtype), self.lm_head_VD.to(device, dtype), self.norm_D.to(device), self.norm_eps
+            self.embed_VD.to(device, dtype),
+            self.lm_head_VD.to(device, dtype),
+            self.norm_D.to(device),
+            self.norm_eps,
         )
 
 

@@ -24,7 +24,8 @@ def choose_draft_vocab(counts_V: Tensor, draft_vocab_size: int, always: tuple[in
     size = counts_V.shape[0]
     if not max(1, len(set(always))) <= draft_vocab_size <= size:
         raise ValueError(
-            f"draft_vocab_size={draft_vocab_size} must lie in {max(1, len(set(always)))}..{size} (the verifier's vocabulary)"
+            f"draft_vocab_size={draft_vocab_size} must lie in {max(1, len(set(always)))}..{size}, "
+            "the verifier's vocabulary"
         )
     ranked = counts_V.clone().long()
     ranked[list(always)] = torch.iinfo(torch.int64).max

@@ -61,13 +61,9 @@ def main(
     ] = None,
     force: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="STAGE", help="Make a stage again, and those that depend on it; may be repeated."
-        ),
+        typer.Option(metavar="STAGE", help="Make a stage again, and those that depend on it; may be repeated."),
     ] = None,
-    show_recipes: Annotated[
-        bool, typer.Option("--list-recipes", help="Show the recipes that ship here.")
-    ] = False,
+    show_recipes: Annotated[bool, typer.Option("--list-recipes", help="Show the recipes that ship here.")] = False,
 ) -> None:
     """Run the pipeline for one recipe."""
     if show_recipes:
@@ -81,9 +77,7 @@ def main(
     print(f"{_run(recipe, tuple(overrides or ()), store, tuple(force or ()))}/summary.json")
 
 
-def _checked_plan(
-    recipe: str, overrides: tuple[str, ...], store: str | None, force: tuple[str, ...]
-) -> list[PlanRow]:
+def _checked_plan(recipe: str, overrides: tuple[str, ...], store: str | None, force: tuple[str, ...]) -> list[PlanRow]:
     """Refuse what cannot work, with exit code 2, before anything is started."""
     from tasks.preflight import open_recipe, open_store
     from tasks.recipe import RecipeError
@@ -107,14 +101,8 @@ def _run(recipe: str, overrides: tuple[str, ...], store: str | None, force: tupl
     except KeyboardInterrupt:
         _stop("interrupted; the next run continues from here", code=130)
     except Exception as error:
-        if not type(error).__module__.startswith(
-            ("tasks.", "flows.")
-        ):  # ours say what to do; others need their trace
-            frames = [
-                frame
-                for frame in traceback.extract_tb(error.__traceback__)
-                if "/prefect/" not in frame.filename
-            ]
+        if not type(error).__module__.startswith(("tasks.", "flows.")):  # ours say what to do; others need their trace
+            frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/prefect/" not in frame.filename]
             print("".join(traceback.format_list(frames)), file=sys.stderr, end="")
         _stop(f"error: {type(error).__name__}: {error}", code=1)
 

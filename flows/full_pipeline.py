@@ -9,9 +9,7 @@ import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
-sys.path.insert(
-    0, str(Path(__file__).resolve().parent.parent)
-)  # also works where the project is not installed
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also works where the project is not installed
 
 if __name__ == "__main__":  # the command line refuses a wrong recipe before Prefect is even imported
     from flows.cli import app

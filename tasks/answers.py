@@ -1,7 +1,8 @@
 """Let the verifier answer prompts, with its hidden states in the same request; durable row by row.
 
 Each answer is appended to a journal as soon as its states lie in the spool, so a killed run asks only what is left:
-no row is lost, none is written twice. The result is rewritten in the order of the prompts, whatever the order of arrival.
+no row is lost, none is written twice. The result is rewritten in the order of the prompts, whatever the order of
+arrival.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ class Progress:
             elapsed = max(now - self.started, 1e-9)
             left = (self.total - self.done) * elapsed / self.done
             self.log.info(
-                "%d of %d answers, %.0f tokens/s, %.0f s left", self.done, self.total, self.tokens / elapsed, left
+                "%d of %d answers, %.0f tokens/s, %.0f s left",
+                self.done,
+                self.total,
+                self.tokens / elapsed,
+                left,
             )
 
 
@@ -109,7 +114,7 @@ def answer_prompts(
     if len(left) < len(prompts):
         context.log.info("%d of %d answers are there already", len(prompts) - len(left), len(prompts))
     subsets = {prompt["id"]: prompt["subset"] for prompt in prompts}
-    progress, errors = Progress(context, len(left)), []
+    errors: list[dict[str, str]] = []
 
     def keep(request: Request, answer: Completion) -> None:
         states = answer.states_path
@@ -132,6 +137,7 @@ def answer_prompts(
 
     if left:
         server = context.servers.acquire(extract_spec(context))
+        progress = Progress(context, len(left))
         requests = (
             Request(
                 prompt["id"],
@@ -144,7 +150,11 @@ def answer_prompts(
             for prompt in left
         )
         generate(
-            server, requests, concurrency=context.recipe.serving.concurrency, on_completion=keep, on_failure=fail
+            server,
+            requests,
+            concurrency=context.recipe.serving.concurrency,
+            on_completion=keep,
+            on_failure=fail,
         )
     journal.close()
     rows = [journal.rows[prompt["id"]] for prompt in prompts if prompt["id"] in journal.rows]

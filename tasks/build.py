@@ -53,9 +53,7 @@ def build_artifact(
             recipe=recipe,
             output=room / "output",
             scratch=room / "scratch",
-            parents={
-                parent: store.localise(store.ref(parent, digest)) for parent, digest in step.parents.items()
-            },
+            parents={parent: store.localise(store.ref(parent, digest)) for parent, digest in step.parents.items()},
             log=log,
             servers=servers(),
             work=store.work,

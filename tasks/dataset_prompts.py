@@ -57,8 +57,7 @@ def hub_dataset(dataset: str) -> tuple[str, str | None]:
     name, _, revision = dataset.partition("@")
     if Path(name).expanduser().is_dir():
         raise PromptsError(
-            f"prompts.dataset={dataset!r} is a folder on this machine; "
-            "name one of its .jsonl or .parquet files"
+            f"prompts.dataset={dataset!r} is a folder on this machine; name one of its .jsonl or .parquet files"
         )
     return name, revision or None
 
@@ -110,9 +109,7 @@ def _read_jsonl(path: Path) -> list[Mapping[str, Any]]:
             try:
                 record = json.loads(line)
             except json.JSONDecodeError as error:
-                raise PromptsError(
-                    f"prompts.dataset: {path} line {number} is not valid JSON: {error}"
-                ) from error
+                raise PromptsError(f"prompts.dataset: {path} line {number} is not valid JSON: {error}") from error
             if not isinstance(record, dict):
                 raise PromptsError(f"prompts.dataset: {path} line {number} holds no object: {line[:60]!r}")
             records.append(record)

@@ -36,7 +36,10 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
     # Training needs the machine: a server that waits for a later stage would keep its memory.
     context.servers.close()
     config = write_train_config(context)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")])}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), os.environ.get("PYTHONPATH", "")]),
+    }
     run_logged(
         [sys.executable, "-u", "-m", "dspark_model.train", "--config", str(config)],
         log=context.log.info,

@@ -41,7 +41,12 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
     plain, drafting = context.servers.acquire_many(specs)
     rows = read_jsonl(context.parents["references"] / ANSWERS)
     rounds = run_rounds(
-        context, plain, drafting, rows, max_new_tokens=settings.max_new_tokens, concurrency=settings.concurrency
+        context,
+        plain,
+        drafting,
+        rows,
+        max_new_tokens=settings.max_new_tokens,
+        concurrency=settings.concurrency,
     )
     context.servers.close()
     result = {

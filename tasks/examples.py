@@ -51,7 +51,9 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
     (context.output / "subsets.json").write_text(json.dumps(subsets, indent=1) + "\n")
     return {
         **{f"{split}_documents": len(split_rows) for split, split_rows in splits.items()},
-        **{f"{split}_supervised_tokens": sum(sum(row[2]) for row in split_rows) for split, split_rows in splits.items()},
+        **{
+            f"{split}_supervised_tokens": sum(sum(row[2]) for row in split_rows) for split, split_rows in splits.items()
+        },
         "dropped": len(rows) - len(usable),
         "clipped": clipped,
     }

@@ -86,9 +86,7 @@ def _extract(context: StageContext, documents: dict[int, list[int]]) -> dict[int
     requests = (
         Request(str(index), prompt_token_ids=ids, max_tokens=1, with_states=True) for index, ids in documents.items()
     )
-    generate(
-        server, requests, concurrency=context.recipe.serving.concurrency, on_completion=keep, on_failure=fail
-    )
+    generate(server, requests, concurrency=context.recipe.serving.concurrency, on_completion=keep, on_failure=fail)
     return found
 
 

@@ -46,9 +46,7 @@ def is_transient(error: BaseException) -> bool:
         return True
     if {f"{kind.__module__}.{kind.__qualname__}" for kind in type(error).__mro__} & _TRANSIENT_CLASSES:
         return True
-    if (
-        isinstance(error, OSError) and error.__cause__ is not None
-    ):  # s3fs puts botocore's error behind its own
+    if isinstance(error, OSError) and error.__cause__ is not None:  # s3fs puts botocore's error behind its own
         return is_transient(error.__cause__)
     response = getattr(error, "response", None)
     if isinstance(response, dict):  # botocore.exceptions.ClientError

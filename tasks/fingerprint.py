@@ -35,9 +35,7 @@ def _plain(value: Any, where: str) -> Any:
         return value
     if kind is float:
         if not math.isfinite(value):
-            raise FingerprintError(
-                f"{where}={value!r}: not a finite number, so it has no JSON form; use null"
-            )
+            raise FingerprintError(f"{where}={value!r}: not a finite number, so it has no JSON form; use null")
         return value
     if kind in (list, tuple):
         return [_plain(item, f"{where}[{index}]") for index, item in enumerate(value)]
@@ -52,9 +50,7 @@ def _plain(value: Any, where: str) -> Any:
     )
 
 
-def fingerprint(
-    *, stage: str, format_version: int, identity: Mapping[str, Any], parents: Mapping[str, str]
-) -> str:
+def fingerprint(*, stage: str, format_version: int, identity: Mapping[str, Any], parents: Mapping[str, str]) -> str:
     """Sha256 (64 hex digits) of what decides a stage's files; parents enter by their own fingerprints."""
     payload = {
         "stage": stage,

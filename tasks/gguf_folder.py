@@ -81,9 +81,7 @@ def _tokenizer(gguf: Path, header: dict[str, Any]) -> Any:
 
     tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
     if tokenizer.eos_token_id is None:
-        raise RecipeError(
-            f"verifier.file: {gguf.name} names no end-of-sequence token (tokenizer.ggml.eos_token_id)"
-        )
+        raise RecipeError(f"verifier.file: {gguf.name} names no end-of-sequence token (tokenizer.ggml.eos_token_id)")
     if header.get("tokenizer.ggml.pre") in _DIGIT_SPLITTERS:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
@@ -107,9 +105,7 @@ def _check_stored(
     tokenizer = AutoTokenizer.from_pretrained(folder)
     again = _probe_ids(tokenizer)
     if again.tolist() != prompt.tolist():
-        raise RecipeError(
-            f"the tokenizer stored in {folder} gives other ids than its GGUF source: {again.tolist()}"
-        )
+        raise RecipeError(f"the tokenizer stored in {folder} gives other ids than its GGUF source: {again.tolist()}")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
     stored = _log_probabilities(model, prompt)
     mean_kl = float((reference.exp() * (reference - stored)).sum(-1).mean())

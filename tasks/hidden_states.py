@@ -32,10 +32,15 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
     remove_leftovers(context.work / "states")
     documents = Documents(folder, context.output, "validation")
     errors = check_states(
-        verifier_folder(context.parents["verifier"]), documents, aux_layer_ids(context), context.recipe.verifier.dtype
+        verifier_folder(context.parents["verifier"]),
+        documents,
+        aux_layer_ids(context),
+        context.recipe.verifier.dtype,
     )
     context.log.info(
-        "states agree with transformers: largest relative error %.4f over layers %s", max(errors.values()), list(errors)
+        "states agree with transformers: largest relative error %.4f over layers %s",
+        max(errors.values()),
+        list(errors),
     )
     size = sum(path.stat().st_size for path in Path(context.output).iterdir())
     return {

@@ -35,8 +35,8 @@ def choose_mask_token(verifier: Path, wanted: int | None, examples: Path) -> int
     if wanted is not None:
         if wanted >= size or wanted in used or wanted in control:
             raise MaskTokenError(
-                f"drafter.mask_token_id={wanted} must lie below the verifier's vocab_size={size}, be no control token and "
-                "never occur in the training data; leave it null to have one chosen"
+                f"drafter.mask_token_id={wanted} must lie below the verifier's vocab_size={size}, be no control token "
+                "and never occur in the training data; leave it null to have one chosen"
             )
         return wanted
     if tokenizer.mask_token_id is not None and tokenizer.mask_token_id not in used:
@@ -51,7 +51,7 @@ def choose_mask_token(verifier: Path, wanted: int | None, examples: Path) -> int
     chosen = next((i for i in (*unused_rows[:1], *specials) if i not in used), None)
     if chosen is None:
         raise MaskTokenError(
-            "the verifier's tokenizer has no mask token, no unused embedding row and no unused special token: name an id "
-            "that never occurs in the data as drafter.mask_token_id"
+            "the verifier's tokenizer has no mask token, no unused embedding row and no unused special token: name an "
+            "id that never occurs in the data as drafter.mask_token_id"
         )
     return chosen

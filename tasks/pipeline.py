@@ -91,9 +91,7 @@ def resolve(recipe: Recipe, stages: Sequence[Stage]) -> dict[str, StagePlan]:
         if missing := [name for name in stage.parents if name not in plans]:
             raise PipelineError(f"stage {stage.name!r} reads {missing}, which must come before it")
         identity = stage.identity(recipe)
-        known = {
-            name: value for parent in stage.parents for name, value in plans[parent].fingerprints.items()
-        }
+        known = {name: value for parent in stage.parents for name, value in plans[parent].fingerprints.items()}
         own = fingerprint(
             stage=stage.name,
             format_version=stage.format_version,
@@ -104,9 +102,7 @@ def resolve(recipe: Recipe, stages: Sequence[Stage]) -> dict[str, StagePlan]:
     return plans
 
 
-def plan(
-    recipe: Recipe, store: ArtifactStore, stages: Sequence[Stage], force: Iterable[str] = ()
-) -> list[PlanRow]:
+def plan(recipe: Recipe, store: ArtifactStore, stages: Sequence[Stage], force: Iterable[str] = ()) -> list[PlanRow]:
     """Say for each stage whether its artifact is there or why it will be made.
 
     A forced stage is made again, and so are those that depend on it. A stage whose artifact exists stays
@@ -173,9 +169,7 @@ def _why_new(step: StagePlan, recipe: Recipe, store: ArtifactStore) -> str:
     candidates = store.manifests(stage.name)
     verifier = step.fingerprints.get("verifier")
     same_recipe = [made for made in candidates if made.recipe == recipe.name]
-    same_verifier = [
-        made for made in candidates if verifier and made.fingerprints.get("verifier") == verifier
-    ]
+    same_verifier = [made for made in candidates if verifier and made.fingerprints.get("verifier") == verifier]
     last = next(iter(same_recipe or same_verifier), None)
     if last is None:
         return "never run"

@@ -17,7 +17,12 @@ def plot_acceptance(evaluation: Mapping[str, Any], path: Path) -> None:
     overall = f"all ({evaluation['acceptance_length']:.2f})"
     axes.plot(positions, evaluation["positions"]["survival"], color="black", linewidth=2.5, label=overall)
     axes.plot(
-        positions, evaluation["positions"]["walked_survival"], "x", color="black", markersize=8, label="predicted by the walk"
+        positions,
+        evaluation["positions"]["walked_survival"],
+        "x",
+        color="black",
+        markersize=8,
+        label="predicted by the walk",
     )
     axes.set(
         xlabel="drafted token in the block",
@@ -39,9 +44,7 @@ def plot_training(history: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes.set(xlabel="step", title="Training")
     axes.set_ylabel("loss (smoothed)", color="tab:blue")
     right = axes.twinx()
-    right.plot(
-        [e["step"] for e in walks], [e["walked_acceptance_length"] for e in walks], "o-", color="tab:orange"
-    )
+    right.plot([e["step"] for e in walks], [e["walked_acceptance_length"] for e in walks], "o-", color="tab:orange")
     right.set_ylabel("walked acceptance length, held-out conversations", color="tab:orange")
     _save(figure, path)
 

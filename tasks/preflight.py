@@ -14,16 +14,16 @@ def open_recipe(recipe: Recipe | str, overrides: Sequence[str] = ()) -> Recipe:
     Raises:
         RecipeError: unknown recipe or field, a value out of range, a verifier that is absent or does not fit.
     """
+    from tasks.prompts import check_prompts
     from tasks.verifier import check_verifier
 
     if isinstance(recipe, Recipe):
         if overrides:
-            raise RecipeError(
-                f"overrides={list(overrides)}: they change a named recipe; edit this recipe's fields"
-            )
+            raise RecipeError(f"overrides={list(overrides)}: they change a named recipe; edit this recipe's fields")
     else:
         recipe = load_recipe(recipe, list(overrides))
     check_verifier(recipe)
+    check_prompts(recipe)
     return recipe
 
 

@@ -30,8 +30,7 @@ class ProcessFailed(RuntimeError):  # noqa: N818 - reads as what happened
         self.command, self.returncode, self.tail = list(command), returncode, list(tail)
         lines = "\n".join(f"  {line}" for line in tail) or "  (no output)"
         super().__init__(
-            f"{_brief(command)} ended with status {returncode} ({_meaning(returncode)}); "
-            f"its last lines:\n{lines}"
+            f"{_brief(command)} ended with status {returncode} ({_meaning(returncode)}); its last lines:\n{lines}"
         )
 
 
@@ -182,9 +181,7 @@ def _pump(stream: IO[str], lines: queue.Queue[str | None]) -> None:
     lines.put(None)
 
 
-def _next_line(
-    lines: queue.Queue[str | None], process: subprocess.Popen[str], deadline: float | None
-) -> str | None:
+def _next_line(lines: queue.Queue[str | None], process: subprocess.Popen[str], deadline: float | None) -> str | None:
     """The next line, "" when there is none yet (or it is blank), None at the end of output."""
     wait = POLL_SECONDS if deadline is None else max(0.0, min(POLL_SECONDS, deadline - time.monotonic()))
     try:

@@ -166,14 +166,10 @@ def _token_counter(folder: Path) -> CountTokens:
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     if not tokenizer.chat_template:
-        raise RecipeError(
-            f"the tokenizer in {folder} has no chat template: name an instruction-tuned verifier"
-        )
+        raise RecipeError(f"the tokenizer in {folder} has no chat template: name an instruction-tuned verifier")
 
     def count(messages: Sequence[Message]) -> tuple[int, int]:
-        rendered = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, return_dict=False
-        )
+        rendered = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=False)
         return len(rendered), len(tokenizer.encode(messages[-1]["content"], add_special_tokens=False))
 
     return count

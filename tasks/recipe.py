@@ -9,6 +9,7 @@ Load one with `load_recipe("smollm2-135m", overrides=["training.learning_rate=1e
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -138,15 +139,13 @@ class TrainingSection(Section):
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
-    loss: dict[Literal["ce", "tv", "kl"], float] = Field(default_factory=lambda: {"ce": 0.1, "tv": 0.9})
+    loss: dict[Literal["ce", "tv", "kl"], float] = Field({"ce": 0.1, "tv": 0.9}, description="weight of each loss term")
     loss_decay_gamma: float = Field(4.0, gt=0, description="slot weight exp(-k/gamma)")
     confidence_loss_weight: float = Field(1.0, ge=0)
     confidence_slots: int = Field(
         256, ge=1, description="slots per step that train the confidence head when the loss is ce alone"
     )
-    detach_confidence: bool = Field(
-        True, description="keep the confidence head's gradient out of the backbone"
-    )
+    detach_confidence: bool = Field(True, description="keep the confidence head's gradient out of the backbone")
     validate_every: int = Field(100, ge=1, description="steps between walks over the validation documents")
     checkpoint_every_seconds: float = Field(60.0, gt=0)
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="compute dtype; masters are float32")
@@ -175,7 +174,8 @@ class ServingSection(Section):
     """The machine. Nothing here changes results, so nothing here enters a fingerprint."""
 
     python: Path | None = Field(
-        None, description="interpreter of the environment that has vLLM; null: $DSPARK_SERVING_PYTHON or .venv-serve"
+        None,
+        description="interpreter of the environment that has vLLM; null: $DSPARK_SERVING_PYTHON or .venv-serve",
     )
     max_model_len: int = Field(2048, ge=16)
     max_num_seqs: int = Field(32, ge=1)
@@ -230,8 +230,8 @@ class Recipe(Section):
         room = self.serving.max_model_len - self.drafter.block_size - 1
         if longest > room:
             raise ValueError(
-                f"serving.max_model_len={self.serving.max_model_len} leaves {room} tokens, but prompts.max_prompt_tokens "
-                f"plus max_new_tokens need {longest}: raise serving.max_model_len or shorten the others"
+                f"serving.max_model_len={self.serving.max_model_len} leaves {room} tokens, but prompts.max_prompt_tokens"
+                f" plus max_new_tokens need {longest}: raise serving.max_model_len or shorten the others"
             )
         ids = self.drafter.aux_hidden_state_layer_ids
         if ids is not None and (list(ids) != sorted(set(ids)) or not ids or ids[0] < 1):
@@ -285,7 +285,9 @@ def parse_recipe(raw: dict[str, Any]) -> Recipe:
 
 
 def _describe(fault: Any) -> str:
-    where = ".".join(str(part) for part in fault["loc"] if part not in {"wheel", "path", "hub"} or part == fault["loc"][-1])
+    where = ".".join(
+        str(part) for part in fault["loc"] if part not in {"wheel", "path", "hub"} or part == fault["loc"][-1]
+    )
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         return f"{where}: unknown field (value {fault['input']!r}); known here: {', '.join(_known(fault['loc']))}"
@@ -320,16 +322,17 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     parsed = yaml.safe_load(value)
     # YAML 1.1 reads 1e-3 as text; people mean the number.
     if isinstance(parsed, str):
-        try:
+        with contextlib.suppress(ValueError):
             parsed = float(parsed)
-        except ValueError:
-            pass
     node[leaf] = parsed
 
 
 def _expand_paths(raw: dict[str, Any], base: Path) -> None:
     """Paths in a recipe are relative to its file; `~` and `$VAR` are expanded."""
-    verifier = raw.get("verifier")
-    if isinstance(verifier, dict) and isinstance(verifier.get("path"), str):
-        expanded = Path(os.path.expandvars(verifier["path"])).expanduser()
-        verifier["path"] = str(expanded if expanded.is_absolute() else (base / expanded).resolve())
+    for section, field in (("verifier", "path"), ("prompts", "dataset")):
+        values = raw.get(section)
+        value = values.get(field) if isinstance(values, dict) else None
+        is_file = field == "path" or (isinstance(value, str) and value.endswith((".jsonl", ".parquet")))
+        if isinstance(values, dict) and isinstance(value, str) and is_file and "://" not in value:
+            expanded = Path(os.path.expandvars(value)).expanduser()
+            values[field] = str(expanded if expanded.is_absolute() else (base / expanded).resolve())

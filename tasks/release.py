@@ -85,9 +85,7 @@ def model_card(context: StageContext, evaluation: Mapping[str, Any]) -> str:
     """README.md of the release, every figure from an artifact."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True
-    )
+    environment = Environment(loader=FileSystemLoader(TEMPLATES), undefined=StrictUndefined, keep_trailing_newline=True)
     recipe = context.recipe
     return environment.get_template("model_card.md.j2").render(
         title=recipe.release.title or f"{recipe.name} DSpark drafter",

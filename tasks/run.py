@@ -152,9 +152,7 @@ class PipelineRun:
             name=name,
             task_run_name=f"{name}-{step.fingerprint[:8]}",
             description=(step.stage.build.__doc__ or "").strip().split("\n")[0],
-            cache_policy=CacheKeyFnPolicy(
-                cache_key_fn=lambda _, inputs: f"{name}-{inputs['fingerprint']}-{place}"
-            ),
+            cache_policy=CacheKeyFnPolicy(cache_key_fn=lambda _, inputs: f"{name}-{inputs['fingerprint']}-{place}"),
             persist_result=True,
             result_serializer="json",
             retries=2,

@@ -38,9 +38,7 @@ def publish_report(
     last = list(refs.values())[-1]
     summary = store.read_json(last, SUMMARY_NAME)
     if isinstance(summary, dict):
-        create_markdown_artifact(
-            summary_markdown(recipe, summary, last), key=f"{key}-summary", description="Result"
-        )
+        create_markdown_artifact(summary_markdown(recipe, summary, last), key=f"{key}-summary", description="Result")
 
 
 def summary_markdown(recipe: Recipe, summary: Mapping[str, Any], release: ArtifactRef) -> str:

@@ -77,9 +77,7 @@ class ServerSpec:
             if needed != given:
                 value = getattr(self, field)
                 expected = "needs a value" if needed else "must be left out"
-                raise ValueError(
-                    f"ServerSpec.{field}={value!r} with mode={self.mode!r}: {expected} in that mode"
-                )
+                raise ValueError(f"ServerSpec.{field}={value!r} with mode={self.mode!r}: {expected} in that mode")
         if list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(
                 f"ServerSpec.layer_ids={list(self.layer_ids)} must be distinct and ascending: "

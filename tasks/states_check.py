@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
+    from transformers import PreTrainedModel
 
     from dspark_model.batch import Document
 
 SAMPLES = 3
-# Relative error of bf16 engines is 0.002-0.02 per layer; the neighbouring layer of a small model differs by 0.2 and more.
+# Relative error of bf16 engines is 0.002-0.02 per layer; the neighbouring layer of a small model by 0.2 or more.
 TOLERANCE = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.08}
 
 
@@ -45,11 +46,17 @@ def check_states(
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(verifier, dtype=torch.float32).eval()
-    depth, errors = model.config.num_hidden_layers, dict.fromkeys((*layer_ids, model.config.num_hidden_layers), 0.0)
+    depth, errors = (
+        model.config.num_hidden_layers,
+        dict.fromkeys((*layer_ids, model.config.num_hidden_layers), 0.0),
+    )
     for document in documents[:SAMPLES]:
         truth = _all_states(model, document.input_ids_T[None])
         count = document.last_hidden_TD.shape[0]
-        stored = [*document.aux_hidden_TF.unflatten(1, (len(layer_ids), -1)).unbind(1), document.last_hidden_TD]
+        stored = [
+            *document.aux_hidden_TF.unflatten(1, (len(layer_ids), -1)).unbind(1),
+            document.last_hidden_TD,
+        ]
         for layer_id, states_TD in zip(errors, stored, strict=True):
             distances = {name: _relative_error(states_TD.float(), full[:count]) for name, full in truth.items()}
             errors[layer_id] = max(errors[layer_id], distances[str(layer_id)])
@@ -58,12 +65,13 @@ def check_states(
                 raise StatesMismatchError(
                     f"states stored for layer {layer_id} (of {depth}) differ from transformers by "
                     f"{distances[str(layer_id)]:.3f}, tolerance {TOLERANCE[dtype]}; the closest are those of layer "
-                    f"{best} ({distances[best]:.3f}). The engine counts layers otherwise or took the other side of the norm"
+                    f"{best} ({distances[best]:.3f}): the engine counts layers otherwise or took the other "
+                    "side of the norm"
                 )
     return errors
 
 
-def _all_states(model: torch.nn.Module, input_ids_1T: torch.Tensor) -> dict[str, torch.Tensor]:
+def _all_states(model: PreTrainedModel, input_ids_1T: torch.Tensor) -> dict[str, torch.Tensor]:
     """States [T, D] by layer id, the last one before the final norm, and "after the norm"."""
     import torch
 

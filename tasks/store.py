@@ -60,9 +60,7 @@ class ArtifactStore:
         try:
             self._files = Files(self.root)
         except (ValueError, ImportError) as error:
-            raise StoreError(
-                f"store={self.root!r}: expected a folder or s3://bucket/prefix ({error})"
-            ) from error
+            raise StoreError(f"store={self.root!r}: expected a folder or s3://bucket/prefix ({error})") from error
 
     def check(self) -> None:
         """Fail now, not after hours of work, when the root cannot be written.

@@ -103,9 +103,7 @@ def _local_folder(verifier: PathVerifier | HubVerifier) -> tuple[Path, str]:
         return verifier.path, f"verifier.path={str(verifier.path)!r}"
     from huggingface_hub import snapshot_download
 
-    downloaded = snapshot_download(
-        verifier.repo_id, revision=verifier.revision, allow_patterns=list(_HUB_PATTERNS)
-    )
+    downloaded = snapshot_download(verifier.repo_id, revision=verifier.revision, allow_patterns=list(_HUB_PATTERNS))
     return Path(downloaded), f"verifier.repo_id={verifier.repo_id!r}"
 
 

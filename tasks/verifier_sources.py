@@ -131,9 +131,7 @@ def model_files(folder: Path) -> list[Path]:
             "(model.save_pretrained(folder))"
         )
     if not any(file.name.startswith("tokenizer") for file in files):
-        raise RecipeError(
-            f"verifier folder {folder} has no tokenizer files: tokenizer.save_pretrained(folder)"
-        )
+        raise RecipeError(f"verifier folder {folder} has no tokenizer files: tokenizer.save_pretrained(folder)")
     return files
 
 

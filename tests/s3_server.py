@@ -36,14 +36,10 @@ def s3_server(bucket: str) -> Iterator[str]:
         "-p",
         str(port),
     ]
-    process = subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ}
-    )
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env={**os.environ})
     try:
         _await(endpoint, process)
-        urllib.request.urlopen(
-            urllib.request.Request(f"{endpoint}/{bucket}", method="PUT"), timeout=30
-        ).close()
+        urllib.request.urlopen(urllib.request.Request(f"{endpoint}/{bucket}", method="PUT"), timeout=30).close()
         yield endpoint
     finally:
         process.kill()

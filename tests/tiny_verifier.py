@@ -28,10 +28,10 @@ UNUSED_ROWS = 8
 SUCCESSOR_STRENGTH = 1.2
 
 
-def make_tiny_verifier(folder: Path, seed: int = 0) -> Path:
-    """Write a Hugging Face folder (bf16 safetensors, tokenizer, chat template), the same for the same seed.
+def make_tiny_verifier(folder: Path, seed: int = 0, dtype: str = "bfloat16") -> Path:
+    """Write a Hugging Face folder (safetensors, tokenizer, chat template), the same for the same seed and dtype.
 
-    Serve it with dtype float32 where two engines must agree token by token: its weights are bf16, but
+    Serve it with dtype float32 where two engines must agree token by token:
     rounding of activations to bf16 can turn the few near-ties of a random model.
     """
     import torch
@@ -57,13 +57,13 @@ def make_tiny_verifier(folder: Path, seed: int = 0) -> Path:
         eos_token_id=eos,
         pad_token_id=pad,
         bos_token_id=None,
-        dtype="bfloat16",
+        dtype=dtype,
     )
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
         _sharpen(model)
-    model.to(torch.bfloat16).save_pretrained(folder)
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
     generation = {"eos_token_id": eos, "pad_token_id": pad, "do_sample": False}
     (folder / "generation_config.json").write_text(json.dumps(generation, indent=2))
     return folder

@@ -32,9 +32,7 @@ class Toy:
             self.stage("verifier", (), lambda r: {"verifier": r.verifier.model_dump(mode="json")}),
             self.stage("prompts", ("verifier",), lambda r: {"prompts": r.prompts.model_dump(mode="json")}),
             self.stage("drafter", ("prompts",), lambda r: {"training": r.training.model_dump(mode="json")}),
-            self.stage(
-                "release", ("verifier", "drafter"), lambda r: {"release": r.release.model_dump(mode="json")}
-            ),
+            self.stage("release", ("verifier", "drafter"), lambda r: {"release": r.release.model_dump(mode="json")}),
         )
 
     def stage(self, name: str, parents: tuple[str, ...], identity: Callable[[Recipe], dict]) -> Stage:

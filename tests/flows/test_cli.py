@@ -142,9 +142,7 @@ def test_interrupted_run_leaves_no_half_artifact_and_continues(cli: Cli, kind: s
 
 def test_help_teaches() -> None:
     script = REPO / "flows" / "full_pipeline.py"
-    shown = subprocess.run(
-        [sys.executable, str(script), "--help"], capture_output=True, text=True, cwd="/", check=True
-    )
+    shown = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, cwd="/", check=True)
     for word in (
         "--recipe",
         "--set",

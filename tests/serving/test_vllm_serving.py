@@ -143,9 +143,7 @@ def test_a_model_that_cannot_be_served_is_reported_with_the_reason(verifier, tmp
 
 
 def test_kill_9_of_the_pipeline_leaves_no_vllm_process(verifier, tmp_path):
-    pipeline = subprocess.Popen(
-        [sys.executable, "-c", PIPELINE, str(verifier), str(tmp_path)], cwd=REPOSITORY
-    )
+    pipeline = subprocess.Popen([sys.executable, "-c", PIPELINE, str(verifier), str(tmp_path)], cwd=REPOSITORY)
     try:
         wait_for(lambda: any("EngineCore" in name for name in descendants(pipeline.pid).values()))
         family = set(descendants(pipeline.pid))

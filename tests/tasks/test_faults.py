@@ -25,9 +25,7 @@ def from_s3fs(cause: Exception) -> OSError:
 
 
 def http_error(status: int) -> httpx.HTTPStatusError:
-    return httpx.HTTPStatusError(
-        "", request=httpx.Request("GET", "http://x"), response=httpx.Response(status)
-    )
+    return httpx.HTTPStatusError("", request=httpx.Request("GET", "http://x"), response=httpx.Response(status))
 
 
 @pytest.mark.parametrize(

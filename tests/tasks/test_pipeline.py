@@ -63,9 +63,7 @@ def test_comparison_prefers_the_same_recipe(store: ArtifactStore) -> None:
     toy = Toy()
     build_all(toy.stages, RECIPE, store)
     other = with_learning_rate(0.5).model_copy(update={"name": "other"})
-    assert reasons(plan(other, store, toy.stages))["drafter"].endswith("0.001 -> 0.5"), (
-        "the same verifier will do"
-    )
+    assert reasons(plan(other, store, toy.stages))["drafter"].endswith("0.001 -> 0.5"), "the same verifier will do"
     build_all(toy.stages, other, store)
     assert reasons(plan(with_learning_rate(0.1), store, toy.stages))["drafter"].endswith("0.001 -> 0.1")
 
@@ -115,9 +113,7 @@ def test_another_machine_goes_on_from_an_s3_store(s3_root: str, tmp_path: Path) 
     build_all(toy.stages, RECIPE, there)
     text = (there.localise(there.ref("release", release)) / "text.txt").read_text()
     assert text == "release(verifier(), drafter(prompts(verifier())))"
-    downloaded = {
-        path.parent.name for path in (tmp_path / "there" / "downloads").glob("*/*") if path.is_dir()
-    }
+    downloaded = {path.parent.name for path in (tmp_path / "there" / "downloads").glob("*/*") if path.is_dir()}
     assert downloaded == {"verifier", "drafter", "release"}, "only what the stage reads"
 
 

@@ -81,9 +81,7 @@ def family(tmp_path):
 @pytest.mark.parametrize("how", ["managed", "logged"])
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
 def test_no_descendant_survives_the_death_of_the_pipeline(family, how, signum):
-    pipeline = subprocess.Popen(
-        [PYTHON, "-c", PIPELINE, str(family), how], cwd=REPOSITORY, stdout=subprocess.DEVNULL
-    )
+    pipeline = subprocess.Popen([PYTHON, "-c", PIPELINE, str(family), how], cwd=REPOSITORY, stdout=subprocess.DEVNULL)
     try:
         pids = family_pids(family)
         assert all(map(is_running, pids))
@@ -117,8 +115,7 @@ def test_stop_ends_all_and_returns_when_they_are_gone(family):
 
 def test_a_command_that_ignores_sigterm_is_killed_after_the_grace_period(tmp_path):
     stubborn = (
-        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True);"
-        "time.sleep(600)"
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True);time.sleep(600)"
     )
     log = tmp_path / "log"
     process = ManagedProcess.start([PYTHON, "-c", stubborn], log)
@@ -154,9 +151,7 @@ def test_lines_of_both_streams_arrive_in_order_and_environment_and_folder_are_pa
 
 def test_a_failure_carries_the_status_and_the_last_lines():
     with pytest.raises(ProcessFailed, match="ended with status 7") as caught:
-        run_logged(
-            [PYTHON, "-c", "for i in range(100): print('line', i)\nraise SystemExit(7)"], log=lambda _: None
-        )
+        run_logged([PYTHON, "-c", "for i in range(100): print('line', i)\nraise SystemExit(7)"], log=lambda _: None)
     assert caught.value.returncode == 7
     assert caught.value.tail == [f"line {i}" for i in range(70, 100)]
 
@@ -193,8 +188,7 @@ def test_an_exception_from_the_log_callback_ends_the_command(family):
 def test_leftovers_of_a_command_that_ended_are_removed_and_do_not_hold_the_caller(family):
     lines: list[str] = []
     program = (
-        "import subprocess, sys; "
-        f"subprocess.Popen([sys.executable, {str(family / 'family.py')!r}, {str(family)!r}])"
+        f"import subprocess, sys; subprocess.Popen([sys.executable, {str(family / 'family.py')!r}, {str(family)!r}])"
     )
     run_logged([PYTHON, "-c", program], log=lines.append, grace_seconds=1)
     leftovers = [int(p.read_text()) for name in ("child", "grandchild") if (p := family / name).exists()]

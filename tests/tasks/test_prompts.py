@@ -171,9 +171,7 @@ def test_the_artifact_holds_both_splits_in_the_agreed_format(verifier, tmp_path)
 
 def test_more_evaluation_prompts_leave_the_training_prompts_alone(verifier, tmp_path):
     for number in (2, 12):
-        build(
-            recipe(verifier, {"prompts_per_subset": number}, num_prompts=50), verifier, tmp_path / str(number)
-        )
+        build(recipe(verifier, {"prompts_per_subset": number}, num_prompts=50), verifier, tmp_path / str(number))
     assert (tmp_path / "2/train.jsonl").read_bytes() == (tmp_path / "12/train.jsonl").read_bytes()
 
 

