@@ -25,8 +25,8 @@ def anchor_candidates(row: PackedRow) -> Tensor:
 def draw_anchors(row: PackedRow, budget: int, generator: torch.Generator) -> Tensor:
     """Ascending row positions [A], A <= budget, drawn without replacement inside each document.
 
-    Each document gets the share of the budget that its candidates are of all candidates (largest remainders),
-    so coverage of supervised tokens is even whatever the documents' lengths.
+    Each document gets the share of the budget that its candidates are of all candidates, rounded up or down at random
+    so that it is exact on average: every candidate is drawn equally often whatever its document's length.
     """
     candidates_T = anchor_candidates(row).cpu()
     documents_T = row.document_ids_T.cpu()
@@ -34,10 +34,11 @@ def draw_anchors(row: PackedRow, budget: int, generator: torch.Generator) -> Ten
     total = int(counts_D.sum())
     if total <= budget:
         return candidates_T.nonzero().flatten()
-    exact_D = counts_D.double() * budget / total
-    quota_D = exact_D.floor().long()
-    rest = budget - int(quota_D.sum())
-    quota_D[(exact_D - quota_D).argsort(descending=True, stable=True)[:rest]] += 1
+    # Systematic rounding: cut the line of all shares at whole numbers, from a random start. Largest remainders would
+    # give the same short documents nothing in every epoch, for rows are packed alike.
+    start_share = torch.rand((), generator=generator, dtype=torch.float64)
+    cuts_D = (counts_D.cumsum(0).double() * budget / total + start_share).floor().long().clamp(max=budget)
+    quota_D = cuts_D.diff(prepend=cuts_D.new_zeros(1))
     chosen = []
     for document, quota in enumerate(quota_D.tolist()):
         if quota:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -19,6 +19,7 @@ from dspark_model.drafter import DSparkDrafter
 from dspark_model.verifier import VerifierParts
 
 FORMAT = "dspark"
+REDUCED_VOCAB_TENSORS = ("t2d", "d2t", "lm_head.weight")
 
 
 def save_checkpoint(
@@ -58,18 +59,23 @@ def load_checkpoint(folder: Path, verifier: VerifierParts) -> DSparkDrafter:
         ConfigError: the config lacks a required field or describes an unsupported drafter.
         ValueError: tensors are missing, unknown or of another shape.
     """
-    config = _own_config(json.loads((folder / "config.json").read_text()))
+    try:
+        config = _own_config(json.loads((folder / "config.json").read_text()))
+    except KeyError as error:
+        raise ConfigError(f"{folder}/config.json lacks the field {error}: it describes no DSpark drafter") from error
     tensors = load_file(folder / "model.safetensors")
-    drafter = DSparkDrafter(config, tensors.pop("t2d").bool() if config.reduced_vocab else None)
-    offsets: Tensor | None = tensors.pop("d2t", None)
-    if offsets is not None and not torch.equal(offsets, drafter.d2t):
+    absent = sorted(set(REDUCED_VOCAB_TENSORS) - set(tensors))
+    if config.reduced_vocab and absent:
+        raise ValueError(f"{folder}: missing tensors {absent}, which a reduced vocabulary needs")
+    drafter = DSparkDrafter(config, tensors["t2d"].bool() if config.reduced_vocab else None)
+    if "d2t" in tensors and not torch.equal(tensors["d2t"], drafter.d2t):
         raise ValueError(f"{folder}: d2t and t2d describe different vocabularies; the checkpoint is damaged")
     drafter.load_verifier(verifier)
-    head = tensors.pop("lm_head.weight", None)
-    if head is not None and config.reduced_vocab:
-        drafter.lm_head.data = head.to(drafter.lm_head.dtype)
-    tensors.pop("embed_tokens.weight", None)
-    expected = drafter.trainable_state()
+    expected: dict[str, Tensor] = dict(drafter.trainable_state())
+    if config.reduced_vocab:
+        expected["lm_head.weight"] = drafter.lm_head
+    for name in {"embed_tokens.weight", *REDUCED_VOCAB_TENSORS} - set(expected):
+        tensors.pop(name, None)
     missing, unknown = set(expected) - set(tensors), set(tensors) - set(expected)
     if missing or unknown:
         raise ValueError(f"{folder}: missing tensors {sorted(missing)}, unknown tensors {sorted(unknown)}")
@@ -140,10 +146,19 @@ def _foreign_config(config: DrafterConfig, verifier_name_or_path: str, architect
 
 def _own_config(raw: dict[str, Any]) -> DrafterConfig:
     layer = raw["transformer_layer_config"]
-    if raw.get("markov_head_type", "vanilla") != "vanilla":
-        raise ConfigError(f"markov_head_type={raw['markov_head_type']!r} is not supported; supported: vanilla")
-    kinds: dict[str, LayerKind] = {"full_attention": "full", "sliding_attention": "sliding"}
+    rope = layer["rope_parameters"]
+    # What would load and then draft by another rule than the one trained.
+    for field, value, expected in (
+        ("speculators_model_type", raw["speculators_model_type"], FORMAT),
+        ("markov_head_type", raw.get("markov_head_type", "vanilla"), "vanilla"),
+        ("sliding_window_non_causal", raw.get("sliding_window_non_causal", False), False),
+        ("hidden_act", layer.get("hidden_act", "silu"), "silu"),
+        ("rope_type", rope.get("rope_type", "default"), "default"),
+    ):
+        if value != expected:
+            raise ConfigError(f"{field}={value!r} is not supported; supported: {expected!r}")
     layers = layer["num_hidden_layers"]
+    kinds = [kind.removesuffix("_attention") for kind in layer.get("layer_types") or ["full"] * layers]
     layer_ids = tuple(raw["aux_hidden_state_layer_ids"])
     return DrafterConfig(
         hidden_size=layer["hidden_size"],
@@ -163,10 +178,10 @@ def _own_config(raw: dict[str, Any]) -> DrafterConfig:
         confidence_head=raw["enable_confidence_head"],
         confidence_with_markov=raw["confidence_head_with_markov"],
         sample_from_anchor=raw.get("sample_from_anchor", True),
-        layer_kinds=tuple(kinds[kind] for kind in layer.get("layer_types", ["full_attention"] * layers)),
+        layer_kinds=cast("tuple[LayerKind, ...]", tuple(kinds)),
         sliding_window=layer.get("sliding_window") or layer["max_position_embeddings"],
         rms_norm_eps=layer["rms_norm_eps"],
-        rope_theta=layer["rope_parameters"]["rope_theta"],
+        rope_theta=rope["rope_theta"],
         max_position_embeddings=layer["max_position_embeddings"],
         initializer_range=layer.get("initializer_range", 0.02),
     )

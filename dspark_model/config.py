@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 LayerKind = Literal["full", "sliding"]
 
@@ -63,6 +63,14 @@ class DrafterConfig:
             raise ConfigError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
         if len(self.layer_kinds) != self.num_layers:
             raise ConfigError(f"layer_kinds={list(self.layer_kinds)} must name each of the {self.num_layers} layers")
+        if not set(self.layer_kinds) <= set(get_args(LayerKind)):
+            raise ConfigError(f"layer_kinds={list(self.layer_kinds)} must be of {', '.join(get_args(LayerKind))}")
+        if "sliding" in self.layer_kinds and self.sliding_window < 1:
+            raise ConfigError(f"sliding_window={self.sliding_window} must be at least 1: a slot sees itself")
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        if self.markov_rank < 0:
+            raise ConfigError(f"markov_rank={self.markov_rank} must be 0 (no Markov head) or more")
         if self.draft_vocab_size > self.verifier_vocab_size:
             raise ConfigError(
                 f"draft_vocab_size={self.draft_vocab_size} is above the verifier's {self.verifier_vocab_size}"
@@ -180,7 +188,7 @@ def derive_config(
         num_kv_heads=verifier_config.get("num_key_value_heads") or num_heads,
         head_dim=verifier_config.get("head_dim") or hidden_size // num_heads,
         verifier_vocab_size=verifier_config["vocab_size"],
-        draft_vocab_size=draft_vocab_size or verifier_config["vocab_size"],
+        draft_vocab_size=verifier_config["vocab_size"] if draft_vocab_size is None else draft_vocab_size,
         verifier_num_layers=verifier_config["num_hidden_layers"],
         block_size=block_size,
         aux_hidden_state_layer_ids=(

@@ -1,4 +1,4 @@
-"""Which keys a block slot may see. One rule, stated once; `attention.py` applies it chunk by chunk.
+"""Which keys a block slot may see. One rule, stated once; `layers.py` applies it chunk by chunk.
 
 Keys are the context (verifier states of the anchor's document) and the anchor's own block:
 

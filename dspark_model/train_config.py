@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from dspark_model.config import ConfigError, DrafterConfig
 from dspark_model.losses import LOSS_TERMS
+
+Optimizer = Literal["adamw", "muon"]
+Schedule = Literal["cosine", "linear", "constant"]
+Dtype = Literal["bfloat16", "float32"]
+PATHS = ("verifier", "examples", "hidden_states", "vocab", "output", "scratch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +40,11 @@ class TrainConfig:
     steps: int
     tokens_per_step: int
     anchors_per_step: int
-    optimizer: Literal["adamw", "muon"]
+    optimizer: Optimizer
     """muon: Muon for the matrices of layers and fc, AdamW for the rest, at one learning rate."""
     learning_rate: float
     warmup_share: float
-    schedule: Literal["cosine", "linear", "constant"]
+    schedule: Schedule
     weight_decay: float
     max_grad_norm: float
     loss: dict[str, float]
@@ -51,7 +56,7 @@ class TrainConfig:
     validate_every: int
     checkpoint_every_seconds: float
     num_speculative_tokens: int
-    dtype: Literal["bfloat16", "float32"]
+    dtype: Dtype
     seed: int
 
     def __post_init__(self) -> None:
@@ -61,6 +66,14 @@ class TrainConfig:
         for field in ("steps", "tokens_per_step", "anchors_per_step", "validate_every"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 1")
+        for field, allowed in (("optimizer", Optimizer), ("schedule", Schedule), ("dtype", Dtype)):
+            if getattr(self, field) not in get_args(allowed):
+                raise ConfigError(f"{field}={getattr(self, field)!r} must be one of {', '.join(get_args(allowed))}")
+        if not 1 <= self.num_speculative_tokens <= self.drafter.proposals_per_block:
+            raise ConfigError(
+                f"num_speculative_tokens={self.num_speculative_tokens} must lie in "
+                f"1..{self.drafter.proposals_per_block}, what a block proposes"
+            )
 
     def save(self, path: Path) -> None:
         """Write as JSON."""
@@ -77,22 +90,22 @@ class TrainConfig:
         known = {field.name for field in dataclasses.fields(cls)}
         if set(raw) != known:
             raise ConfigError(f"{path}: missing {sorted(known - set(raw))}, unknown {sorted(set(raw) - known)}")
-        for name in ("verifier", "examples", "hidden_states", "vocab", "output", "scratch"):
+        for name in PATHS:
             raw[name] = Path(raw[name])
         raw["drafter"] = DrafterConfig.from_dict(raw["drafter"])
         return cls(**raw)
 
-    def identity(self) -> str:
-        """Digest of what must be equal for a checkpoint to be continued: everything but paths and intervals."""
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a checkpoint to be continued, as flat JSON data: all but paths and intervals."""
         raw = dataclasses.asdict(self)
-        for name in (
-            "verifier",
-            "examples",
-            "hidden_states",
-            "vocab",
-            "output",
-            "scratch",
-            "checkpoint_every_seconds",
-        ):
+        for name in (*PATHS, "checkpoint_every_seconds"):
             del raw[name]
-        return hashlib.sha256(json.dumps(raw, sort_keys=True).encode()).hexdigest()
+        drafter = {f"drafter.{name}": value for name, value in raw.pop("drafter").items()}
+        flat: dict[str, Any] = json.loads(json.dumps({**drafter, **raw}))
+        return flat
+
+
+def changed_settings(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
+    """`name: old -> new` for each setting of `TrainConfig.identity` that differs."""
+    names = sorted(old.keys() | new.keys())
+    return [f"{name}: {old.get(name)!r} -> {new.get(name)!r}" for name in names if old.get(name) != new.get(name)]

@@ -25,7 +25,8 @@ from dspark_model.fused_loss import FusedTargets, chunked_acceptance_rate, fused
 from dspark_model.losses import confidence_loss, slot_weights
 from dspark_model.metrics import Acceptance, total, walk_documents
 from dspark_model.schedule import RowSampler, generator_for, learning_rate_factor
-from dspark_model.train_config import TrainConfig
+from dspark_model.train_config import TrainConfig, changed_settings
+from dspark_model.training_data import check_data
 from dspark_model.verifier import load_verifier_parts
 from dspark_model.vocab import verifier_to_draft_ids
 
@@ -66,7 +67,7 @@ class Trainer:
         self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
         self.train_documents = Documents(config.examples, config.hidden_states, "train")
         self.validation_documents = Documents(config.examples, config.hidden_states, "validation")
-        self._check_mask_token()
+        check_data(self.train_documents, self.validation_documents, config.drafter)
         t2d = load_file(config.vocab)["t2d"].bool()
         self.verifier = load_verifier_parts(config.verifier).to(self.device, self.dtype)
         torch.manual_seed(config.seed)
@@ -79,16 +80,6 @@ class Trainer:
         self.history: list[dict[str, Any]] = []
         self.stop_requested = False
         self._resume()
-
-    def _check_mask_token(self) -> None:
-        """A mask id that occurs in the data would teach the drafter that a real token means nothing."""
-        mask = self.config.drafter.mask_token_id
-        used = int((self.train_documents.examples.input_ids == mask).sum())
-        if used:
-            raise ValueError(
-                f"mask_token_id={mask} occurs {used} times in the training tokens: choose an id that the verifier "
-                "never reads or writes (drafter.mask_token_id)"
-            )
 
     def _make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Muon for the matrices of layers and `fc` by choice; AdamW for everything else.
@@ -193,7 +184,8 @@ class Trainer:
             # Without p at hand, a sample of whole blocks is enough to train one linear layer.
             rows_S = torch.arange(mask_S.shape[0], device=self.device)
             if acceptance_S is None:
-                stride = max(1, mask_S.shape[0] // max(1, config.confidence_slots))
+                stride = mask_S.shape[0] // max(1, config.confidence_slots)
+                stride = min(max(1, stride), anchors_A.shape[0])  # at least one block
                 rows_S = rows_S[(rows_S // architecture.block_size) % stride == self.step % stride]
                 acceptance_S = chunked_acceptance_rate(
                     output.hidden_SD[rows_S], None if output.markov_SR is None else output.markov_SR[rows_S],
@@ -214,7 +206,7 @@ class Trainer:
             walked = walk_documents(self.drafter, self.validation_documents, self.config.num_speculative_tokens)
         self.drafter.train()
         acceptance = total(walked, self.config.num_speculative_tokens)
-        self._append(
+        self.history.append(
             {
                 "step": self.step,
                 "seconds": round(self.seconds, 2),
@@ -235,7 +227,7 @@ class Trainer:
 
     def _record(self, result: StepResult) -> None:
         rate = self.step / max(self.seconds, 1e-9)
-        self._append(
+        self.history.append(
             {
                 "step": self.step,
                 "seconds": round(self.seconds, 2),
@@ -250,9 +242,6 @@ class Trainer:
                 100 * result.anchors / max(1, result.anchor_candidates), rate,
                 (self.config.steps - self.step) / rate,
             )  # fmt: skip
-
-    def _append(self, entry: dict[str, Any]) -> None:
-        self.history.append(entry)
 
     def save(self) -> None:
         """Write the resumable checkpoint and the history, atomically."""
@@ -275,8 +264,12 @@ class Trainer:
         if not path.is_file():
             return
         state = torch.load(path, map_location=self.device, weights_only=True)
-        if state["identity"] != self.config.identity():
-            raise ResumeError(f"{path} belongs to a run with other settings; delete it to start anew")
+        changed = changed_settings(state["identity"], self.config.identity())
+        if changed:
+            raise ResumeError(
+                f"{path} belongs to a run with other settings ({'; '.join(changed)}): "
+                "set them back to continue it, or delete it to start anew"
+            )
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
         self.best, self.best_step = state["best"], state["best_step"]
         with torch.no_grad():

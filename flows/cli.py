@@ -13,7 +13,9 @@ from typing import Annotated, NoReturn
 import typer
 
 from tasks import pipeline
+from tasks.manifest import ArtifactRef
 from tasks.pipeline import PlanRow
+from tasks.preflight import open_recipe, open_store
 from tasks.recipe import DEFAULT_RECIPE, list_recipes
 
 _HELP = f"""
@@ -74,12 +76,13 @@ def main(
         print(_plan_table(rows))
         return
     _log_to_terminal()
-    print(f"{_run(recipe, tuple(overrides or ()), store, tuple(force or ()))}/summary.json")
+    release = _run(recipe, tuple(overrides or ()), store, tuple(force or ()))
+    print(open_store(store).read_text(release, "summary.txt") or "")
+    print(f"{release.uri}/summary.json")
 
 
 def _checked_plan(recipe: str, overrides: tuple[str, ...], store: str | None, force: tuple[str, ...]) -> list[PlanRow]:
     """Refuse what cannot work, with exit code 2, before anything is started."""
-    from tasks.preflight import open_recipe, open_store
     from tasks.recipe import RecipeError
     from tasks.store import StoreError
 
@@ -89,15 +92,15 @@ def _checked_plan(recipe: str, overrides: tuple[str, ...], store: str | None, fo
         _stop(f"error: {error}", code=2)
 
 
-def _run(recipe: str, overrides: tuple[str, ...], store: str | None, force: tuple[str, ...]) -> str:
-    """Run the flow; returns where the release is."""
+def _run(recipe: str, overrides: tuple[str, ...], store: str | None, force: tuple[str, ...]) -> ArtifactRef:
+    """Run the flow; returns the release."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
         from flows.full_pipeline import full_pipeline
         from flows.local_server import ensure_prefect_server
 
         ensure_prefect_server()
-        return full_pipeline(recipe, overrides, store, force).uri
+        return full_pipeline(recipe, overrides, store, force)
     except KeyboardInterrupt:
         _stop("interrupted; the next run continues from here", code=130)
     except Exception as error:

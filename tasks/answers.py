@@ -102,12 +102,16 @@ def answer_prompts(
 ) -> dict[str, int | float]:
     """Write `responses.jsonl` (and `errors.jsonl`) to the stage's output; states go to the stage's spool.
 
+    What is written is final: after a kill, later parts of the stage continue from the same rows.
+
     Returns:
         Counts for the manifest.
 
     Raises:
         TooManyFailuresError: a larger share of rows failed than `responses.max_failed_share`; says the commonest error.
     """
+    if (context.output / ERRORS).is_file():  # written last
+        return _counts(read_jsonl(context.output / ANSWERS), len(read_jsonl(context.output / ERRORS)))
     spool = StatesSpool.of(context, stage)
     journal = Journal(context.scratch / "journal.jsonl")
     left = [prompt for prompt in prompts if prompt["id"] not in journal.rows]

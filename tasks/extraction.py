@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
 
 # Documents asked of the server at a time: bounds the files on disk and what a kill can lose.
 BATCH = 128
+# An answer's states are read right after it arrives.
+LEFTOVER_SECONDS = 600.0
 
 
 class ExtractionError(RuntimeError):
@@ -63,7 +67,6 @@ def store_states(context: StageContext, examples: Examples, split: str, owner: s
             writer.add(states_TLD[:, :-1].flatten(1), states_TLD[:, -1].contiguous(), token_ids_T)
             progress.add(len(token_ids_T))
         writer.flush()
-    spool.discard()
     return extracted
 
 
@@ -91,6 +94,8 @@ def _extract(context: StageContext, documents: dict[int, list[int]]) -> dict[int
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete state files of requests that nobody waits for any more (after a kill)."""
+    """Delete state files of requests that nobody waits for any more (after a kill); other runs' are younger."""
     for path in folder.glob("*"):
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - path.stat().st_mtime > LEFTOVER_SECONDS:
+                path.unlink()

@@ -11,6 +11,7 @@ from tasks.recipe import Recipe
 from tasks.server_specs import aux_layer_ids
 from tasks.stage import Stage, StageContext
 from tasks.states_check import check_states
+from tasks.states_spool import StatesSpool
 from tasks.verifier import verifier_folder
 
 
@@ -29,6 +30,7 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
         examples = Examples(folder / f"{split}.safetensors")
         extracted += store_states(context, examples, split, owner="responses")
         tokens += sum(length - 1 for length in examples.lengths)
+    StatesSpool.of(context, "responses").discard()
     remove_leftovers(context.work / "states")
     documents = Documents(folder, context.output, "validation")
     errors = check_states(

@@ -42,11 +42,12 @@ def choose_mask_token(verifier: Path, wanted: int | None, examples: Path) -> int
     if tokenizer.mask_token_id is not None and tokenizer.mask_token_id not in used:
         return int(tokenizer.mask_token_id)
     template = tokenizer.chat_template or ""
-    unused_rows = range(len(tokenizer), size)
+    # Not len(tokenizer): ids may have gaps.
+    unused_rows = range(1 + max(tokenizer.get_vocab().values()), size)
     specials = (
         token_id
         for token_id, token in sorted(tokenizer.added_tokens_decoder.items())
-        if token_id < size and token_id not in control and token.content not in template
+        if token.special and token_id < size and token_id not in control and token.content not in template
     )
     chosen = next((i for i in (*unused_rows[:1], *specials) if i not in used), None)
     if chosen is None:

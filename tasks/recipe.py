@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "deployments" / "recipes"
 DEFAULT_RECIPE = "smollm2-135m"
@@ -103,7 +103,7 @@ class ExamplesSection(Section):
 class VocabSection(Section):
     """Draft vocabulary: the most frequent supervised tokens, or the verifier's whole vocabulary."""
 
-    draft_vocab_size: int | Literal["full"] = 8192
+    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["full"] = 8192
 
 
 class DrafterSection(Section):
@@ -120,7 +120,7 @@ class DrafterSection(Section):
     sliding_window: int = Field(2048, ge=8)
     intermediate_size: int | None = Field(None, ge=8)
     mask_token_id: int | None = Field(None, ge=0, description="null: chosen from the verifier's tokenizer")
-    markov_rank: int = Field(128, ge=0, description="0: no Markov head")
+    markov_rank: int = Field(128, ge=1, description="vLLM's DSpark drafting needs a Markov head")
     confidence_head: bool = True
     sample_from_anchor: bool = True
 
@@ -150,6 +150,13 @@ class TrainingSection(Section):
     checkpoint_every_seconds: float = Field(60.0, gt=0)
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="compute dtype; masters are float32")
     seed: int = 0
+
+    @field_validator("loss")
+    @classmethod
+    def _some_loss(cls, loss: dict[str, float]) -> dict[str, float]:
+        if not any(loss.values()) or min(loss.values()) < 0:
+            raise ValueError(f"training.loss={loss} must weight at least one of ce, tv, kl, and none below 0")
+        return loss
 
 
 class EvaluationSection(Section):
@@ -230,8 +237,14 @@ class Recipe(Section):
         room = self.serving.max_model_len - self.drafter.block_size - 1
         if longest > room:
             raise ValueError(
-                f"serving.max_model_len={self.serving.max_model_len} leaves {room} tokens, but prompts.max_prompt_tokens"
-                f" plus max_new_tokens need {longest}: raise serving.max_model_len or shorten the others"
+                f"serving.max_model_len={self.serving.max_model_len} leaves {room} tokens, but "
+                f"prompts.max_prompt_tokens plus max_new_tokens need {longest}: raise serving.max_model_len or shorten the others"
+            )
+        document = min(self.examples.max_length, self.prompts.max_prompt_tokens + self.responses.max_new_tokens)
+        if document > self.training.tokens_per_step:
+            raise ValueError(
+                f"training.tokens_per_step={self.training.tokens_per_step} is less than the {document} tokens that a "
+                "document may have, and documents are never split: raise it or lower examples.max_length"
             )
         ids = self.drafter.aux_hidden_state_layer_ids
         if ids is not None and (list(ids) != sorted(set(ids)) or not ids or ids[0] < 1):
@@ -285,9 +298,10 @@ def parse_recipe(raw: dict[str, Any]) -> Recipe:
 
 
 def _describe(fault: Any) -> str:
-    where = ".".join(
-        str(part) for part in fault["loc"] if part not in {"wheel", "path", "hub"} or part == fault["loc"][-1]
-    )
+    section, *inner = fault["loc"] or ("",)
+    # Pydantic names the kind of verifier, and which member of a union refused: neither is a field of the recipe.
+    inner = inner[1:] if section == "verifier" else inner
+    where = ".".join(str(part) for part in (section, *inner) if not str(part).startswith(("constrained-", "literal[")))
     message = fault["msg"].removeprefix("Value error, ")
     if fault["type"] == "extra_forbidden":
         return f"{where}: unknown field (value {fault['input']!r}); known here: {', '.join(_known(fault['loc']))}"
@@ -319,7 +333,10 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         node = node.setdefault(part, {})
         if not isinstance(node, dict):
             raise RecipeError(f"--set {override!r}: {part!r} is a value, not a section")
-    parsed = yaml.safe_load(value)
+    try:
+        parsed = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {override!r}: the value is not valid YAML; quote it if it is text") from error
     # YAML 1.1 reads 1e-3 as text; people mean the number.
     if isinstance(parsed, str):
         with contextlib.suppress(ValueError):

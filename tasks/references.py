@@ -12,6 +12,7 @@ from tasks.answers import ANSWERS, answer_prompts, read_jsonl
 from tasks.extraction import store_states
 from tasks.recipe import Recipe
 from tasks.stage import Stage, StageContext
+from tasks.states_spool import StatesSpool
 
 SPLIT = "evaluation"
 
@@ -41,6 +42,7 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
     examples = context.output / f"{SPLIT}.safetensors"
     write_examples(examples, [example_row(row) for row in rows])
     extracted = store_states(context, Examples(examples), SPLIT, owner="references")
+    StatesSpool.of(context, "references").discard()
     return {**counts, "extracted_again": extracted}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from tasks.answers import read_jsonl
 from tasks.evaluation import RESULT
 from tasks.provenance import software_versions
 from tasks.recipe import HubVerifier, Recipe, WheelVerifier
-from tasks.server_specs import dspark_spec
+from tasks.server_spec import shell_command
+from tasks.server_specs import plain_spec
 from tasks.stage import Stage, StageContext
+from tasks.summary_text import summary_text
 from tasks.verifier import verifier_folder
 
 TEMPLATES = Path(__file__).with_name("templates")
@@ -46,8 +49,10 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
         "recipe_fingerprint": context.fingerprints["release"],
         **evaluation,
         "seconds_by_stage": {name: manifest.seconds for name, manifest in context.manifests.items()},
+        "serve_command": serve_command(context),
     }
     (context.output / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
+    (context.output / "summary.txt").write_text(summary_text(summary) + "\n")
     return {"acceptance_length": evaluation["acceptance_length"]}
 
 
@@ -75,10 +80,12 @@ def verifier_name(recipe: Recipe) -> str:
 
 
 def serve_command(context: StageContext) -> str:
-    """How to serve the verifier with the released drafter on this machine's engine."""
-    from tasks.server_spec import shell_command
+    """How to serve the release on this machine's engine, from its folder.
 
-    return shell_command(dspark_spec(context, Path("drafter")), SERVE_PORT)
+    The drafter's config names its verifier and how many tokens to propose, so the drafter is the model to serve.
+    """
+    spec = replace(plain_spec(context), model=Path("drafter"))
+    return shell_command(spec, SERVE_PORT)
 
 
 def model_card(context: StageContext, evaluation: Mapping[str, Any]) -> str:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from dspark_model.batch import Document
 
 SAMPLES = 3
-# Relative error of bf16 engines is 0.002-0.02 per layer; the neighbouring layer of a small model by 0.2 or more.
+# Measured (mean over tokens): bf16 engines differ by 0.002-0.02 per layer, the neighbouring layer by 0.2 or more.
 TOLERANCE = {"float32": 0.002, "float16": 0.02, "bfloat16": 0.08}
 
 
@@ -37,7 +37,7 @@ def check_states(
         dtype: the engine's compute dtype, which sets the tolerance.
 
     Returns:
-        Relative error (Frobenius) per layer id; the last key is the verifier's depth.
+        Relative error (mean over tokens, largest of the documents) per layer id; the last key is the verifier's depth.
 
     Raises:
         StatesMismatchError: an error above tolerance; says which layer's states fit best instead.
@@ -60,7 +60,7 @@ def check_states(
         for layer_id, states_TD in zip(errors, stored, strict=True):
             distances = {name: _relative_error(states_TD.float(), full[:count]) for name, full in truth.items()}
             errors[layer_id] = max(errors[layer_id], distances[str(layer_id)])
-            if distances[str(layer_id)] > TOLERANCE[dtype]:
+            if not distances[str(layer_id)] <= TOLERANCE[dtype]:
                 best = min(distances, key=distances.__getitem__)
                 raise StatesMismatchError(
                     f"states stored for layer {layer_id} (of {depth}) differ from transformers by "
@@ -89,4 +89,9 @@ def _all_states(model: PreTrainedModel, input_ids_1T: torch.Tensor) -> dict[str,
 
 
 def _relative_error(found: torch.Tensor, truth: torch.Tensor) -> float:
-    return float((found - truth).norm() / truth.norm())
+    """Mean over tokens of each token's own relative error.
+
+    One norm over all tokens would be that of the attention sink (SmolLM2: 25,000 against 160 for other tokens), which
+    hardly changes from layer to layer and hides an offset by one.
+    """
+    return float(((found - truth).norm(dim=-1) / truth.norm(dim=-1)).mean())

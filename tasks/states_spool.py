@@ -49,13 +49,17 @@ class StatesSpool:
         delete_states(states_file)
 
     def read(self, row_id: str, token_ids: Sequence[int]) -> torch.Tensor | None:
-        """States [tokens, layers, hidden] of a row; None if they are not here (or of other tokens)."""
+        """States [tokens, layers, hidden] of a row; None if they are not here, damaged or of other tokens."""
+        from safetensors import SafetensorError
         from safetensors.torch import load_file
 
         path = self._path(row_id)
         if not path.is_file():
             return None
-        tensors = load_file(path)
+        try:
+            tensors = load_file(path)
+        except SafetensorError:
+            return None  # cut short by a power loss: they are extracted again
         if tensors["token_ids"][: len(token_ids)].tolist() != list(token_ids):
             return None
         return tensors["hidden_states"][: len(token_ids)]

@@ -112,8 +112,13 @@ class ArtifactStore:
 
     def read_json(self, ref: ArtifactRef, file: str) -> Any:
         """A small JSON file of an artifact, None if it has no such file."""
+        text = self.read_text(ref, file)
+        return None if text is None else json.loads(text)
+
+    def read_text(self, ref: ArtifactRef, file: str) -> str | None:
+        """A small text file of an artifact, None if it has no such file."""
         try:
-            return json.loads(self._files.read(f"{_place(ref)}/{file}"))
+            return self._files.read(f"{_place(ref)}/{file}").decode()
         except FileNotFoundError:
             return None
 

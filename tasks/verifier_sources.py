@@ -58,10 +58,10 @@ def check_verifier(recipe: Recipe) -> None:
         check_folder(verifier.path, verifier.dtype, f"verifier.path={str(verifier.path)!r}")
     num_layers = verifier_num_layers(recipe)
     ids = recipe.drafter.aux_hidden_state_layer_ids
-    if ids is not None and num_layers is not None and ids[-1] > num_layers:
+    if ids is not None and num_layers is not None and ids[-1] >= num_layers:
         raise RecipeError(
             f"drafter.aux_hidden_state_layer_ids={list(ids)}: the verifier has {num_layers} layers, "
-            f"so ids must be within 1..{num_layers}; lower them, or leave the field out for the default"
+            f"so ids must be within 1..{num_layers - 1} (the last state is read separately); lower them, or leave the field out for the default"
         )
 
 

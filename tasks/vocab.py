@@ -62,7 +62,9 @@ def end_tokens(folder: Path) -> tuple[int, ...]:
     """End-of-turn ids: a drafter that cannot propose them loses the last step of every answer."""
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text()) if path.is_file() else {}
-    ids = generation.get("eos_token_id", verifier_config(folder).get("eos_token_id"))
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = verifier_config(folder).get("eos_token_id")
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -232,9 +232,11 @@ def test_preflight_of_a_folder_names_field_value_and_remedy(folder, tmp_path):
         check_verifier(path_recipe(tmp_path / "nowhere"))
     with pytest.raises(RecipeError, match=r"dtype='float16'.*'bfloat16'.*set verifier\.dtype"):
         check_verifier(path_recipe(folder, "float16"))
-    with pytest.raises(RecipeError, match=rf"\[1, 9\].*{NUM_LAYERS} layers.*1\.\.{NUM_LAYERS}"):
+    with pytest.raises(RecipeError, match=rf"\[1, 9\].*{NUM_LAYERS} layers.*1\.\.{NUM_LAYERS - 1} "):
         check_verifier(path_recipe(folder, drafter={"aux_hidden_state_layer_ids": [1, 9]}))
-    check_verifier(path_recipe(folder, drafter={"aux_hidden_state_layer_ids": [1, NUM_LAYERS]}))
+    with pytest.raises(RecipeError, match=rf"\[1, {NUM_LAYERS}\].*the last state is read separately"):
+        check_verifier(path_recipe(folder, drafter={"aux_hidden_state_layer_ids": [1, NUM_LAYERS]}))
+    check_verifier(path_recipe(folder, drafter={"aux_hidden_state_layer_ids": [1, NUM_LAYERS - 1]}))
     edit_config(folder, architectures=["MambaForCausalLM"])
     with pytest.raises(RecipeError, match=r"MambaForCausalLM is not supported; supported:.*Qwen3"):
         check_verifier(path_recipe(folder))

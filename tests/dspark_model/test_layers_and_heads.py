@@ -1,0 +1,118 @@
+"""Norm, rotation and heads against their formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dspark_model.drafter import DSparkDrafter
+from dspark_model.heads import ConfidenceHead, MarkovHead
+from dspark_model.layers import MLP, RMSNorm, apply_rope, rope_tables
+from tests.dspark_model.dense_reference import rotate
+from tests.dspark_model.tiny import HIDDEN, VOCAB, some_t2d, tiny_config, tiny_drafter, tiny_parts
+
+
+def randn(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("theta", [100.0, 1e6])
+def test_rope_turns_pairs_of_halves_as_complex_numbers(theta):
+    positions = [0, 1, 7, 40, 3]
+    x = randn(5, 3, 8)
+    turned = apply_rope(x, rope_tables(torch.tensor(positions), 8, theta))
+    torch.testing.assert_close(turned, rotate(x, positions, theta), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
+
+
+def test_rope_scores_depend_on_the_distance_only():
+    q, k = randn(1, 1, 8, seed=1), randn(1, 1, 8, seed=2)
+
+    def score(at: int, key_at: int) -> float:
+        a = apply_rope(q, rope_tables(torch.tensor([at]), 8, 100.0))
+        return float((a * apply_rope(k, rope_tables(torch.tensor([key_at]), 8, 100.0))).sum())
+
+    assert score(9, 4) == pytest.approx(score(25, 20), abs=1e-4)
+    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rms_norm_is_computed_in_float32_and_keeps_the_dtype(dtype):
+    norm = RMSNorm(16, 1e-3)
+    torch.nn.init.normal_(norm.weight)
+    x = (randn(7, 16) * 1e-2).to(dtype)
+    expected = norm.weight * x.float() / (x.float().square().mean(-1, keepdim=True) + 1e-3).sqrt()
+    assert norm(x).dtype == dtype
+    torch.testing.assert_close(norm(x), expected.to(dtype))
+
+
+def test_mlp_is_swiglu():
+    mlp, x = MLP(tiny_config()), randn(3, HIDDEN)
+    gate = x @ mlp.gate_proj.weight.T
+    expected = (gate / (1 + (-gate).exp()) * (x @ mlp.up_proj.weight.T)) @ mlp.down_proj.weight.T
+    torch.testing.assert_close(mlp(x), expected)
+
+
+def test_markov_bias_reads_verifier_ids_and_writes_draft_ids():
+    head = MarkovHead(tiny_config(draft_vocab_size=7))
+    w1, w2 = head.markov_w1.weight, head.markov_w2.weight
+    assert (w1.shape, w2.shape) == ((VOCAB, 5), (7, 5))
+    bias = head.bias(head.embed(torch.tensor([VOCAB - 1, 0])))
+    for i, prev in enumerate((VOCAB - 1, 0)):
+        for w in range(7):
+            assert float(bias[i, w]) == pytest.approx(sum(float(w1[prev, r] * w2[w, r]) for r in range(5)), abs=1e-6)
+
+
+def test_markov_table_starts_small():
+    # https://github.com/vllm-project/speculators/pull/971
+    head = MarkovHead(tiny_config(markov_rank=512))
+    assert float(head.markov_w1.weight.std()) == pytest.approx(0.01, rel=0.1)
+
+
+@pytest.mark.parametrize("with_markov", [True, False])
+def test_confidence_is_linear_in_state_and_markov_embedding(with_markov):
+    head = ConfidenceHead(tiny_config(confidence_with_markov=with_markov))
+    hidden, markov = randn(6, HIDDEN), randn(6, 5, seed=1)
+    weight, bias = head.proj.weight[0], head.proj.bias[0]
+    assert weight.shape == (HIDDEN + 5 if with_markov else HIDDEN,)
+    expected = hidden @ weight[:HIDDEN] + bias
+    if with_markov:
+        expected = expected + markov @ weight[HIDDEN:]
+    torch.testing.assert_close(head(hidden, markov), expected)
+
+
+def test_logits_are_the_draft_rows_of_the_head_plus_the_markov_bias():
+    t2d = some_t2d(9)
+    drafter = tiny_drafter(tiny_config(draft_vocab_size=9), t2d)
+    hidden, prev = randn(4, HIDDEN), torch.tensor([0, 5, 11, 22])
+    head, markov = tiny_parts().lm_head_VD, drafter.markov_head
+    logits = drafter.logits(hidden, markov.embed(prev))
+    kept = [v for v in range(VOCAB) if t2d[v]]
+    for w, v in enumerate(kept):
+        bias = (markov.markov_w1.weight[prev] * markov.markov_w2.weight[w]).sum(-1)
+        torch.testing.assert_close(logits[:, w], hidden @ head[v] + bias)
+    assert drafter.verifier_ids_W.tolist() == kept
+
+
+def test_a_drafter_without_a_markov_head_has_plain_logits():
+    config = tiny_config(markov_rank=0, confidence_with_markov=False)
+    drafter, hidden = tiny_drafter(config), randn(4, HIDDEN)
+    torch.testing.assert_close(drafter.logits(hidden, None), hidden @ tiny_parts().lm_head_VD.T)
+
+
+def test_a_draft_vocabulary_of_another_size_is_refused():
+    with pytest.raises(ValueError, match="9 ids set; the config says verifier_vocab_size=23, draft_vocab_size=8"):
+        DSparkDrafter(tiny_config(draft_vocab_size=8), some_t2d(9))
+
+
+def test_a_verifier_of_another_shape_is_refused():
+    drafter = DSparkDrafter(tiny_config(mask_token_id=3, verifier_vocab_size=VOCAB + 1, draft_vocab_size=VOCAB + 1))
+    with pytest.raises(ValueError, match=r"shape \(23, 12\), the drafter expects \(24, 12\)"):
+        drafter.load_verifier(tiny_parts())
+
+
+def test_the_final_norm_starts_as_the_verifiers():
+    drafter = DSparkDrafter(tiny_config())
+    drafter.load_verifier(tiny_parts())
+    assert torch.equal(drafter.norm.weight, tiny_parts().norm_D)
+    assert drafter.norm.weight.requires_grad

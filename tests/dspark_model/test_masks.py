@@ -1,0 +1,66 @@
+"""The mask functions against their sentence, position by position."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from dspark_model.batch import pack
+from dspark_model.layers import make_chunks
+from dspark_model.masks import block_mask, context_mask
+from tests.dspark_model.dense_reference import dense_mask
+from tests.dspark_model.tiny import answer, tiny_config
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("window", [1, 3, 6, 100])
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_context_is_strictly_before_the_anchor_and_windowed_per_query(kind, window):
+    anchors, context = torch.tensor([10, 13, 19]), torch.arange(10, 25)
+    mask = context_mask(anchors, context, 4, kind, window)
+    assert mask.shape == (3, 4, 15)
+    for a, p in enumerate(anchors.tolist()):
+        for k in range(4):
+            for c, s in enumerate(context.tolist()):
+                visible = s < p and (kind == "full" or p + k - s < window)
+                assert bool(mask[a, k, c]) == visible
+
+
+@pytest.mark.parametrize("window", [1, 2, 100])
+def test_block_is_bidirectional_when_full_and_causal_when_sliding(window):
+    assert block_mask(4, "full", window, CPU).all()
+    sliding = block_mask(4, "sliding", window, CPU)
+    for k in range(4):
+        for j in range(4):
+            assert bool(sliding[k, j]) == (0 <= k - j < window)
+
+
+def test_every_query_sees_at_least_itself():
+    for kind in ("full", "sliding"):
+        assert block_mask(5, kind, 1, CPU).diagonal().all()
+
+
+def test_chunks_cut_the_dense_mask_and_cut_away_nothing_visible(monkeypatch):
+    monkeypatch.setattr("dspark_model.layers.ANCHORS_PER_CHUNK", 3)
+    config = tiny_config(layer_kinds=("full", "sliding"))
+    row = pack([answer(2, 12, seed=1), answer(1, 4, seed=2), answer(2, 9, seed=3)])
+    anchors = [1, 3, 4, 5, 9, 12, 20, 22, 27]
+    total = row.input_ids_T.shape[0]
+    chunks = make_chunks(row.starts, torch.tensor(anchors), config)
+    assert [chunk.slots.stop - chunk.slots.start for chunk in chunks] == [12, 12, 12]
+    assert [chunk.slots.start for chunk in chunks] == [0, 12, 24], "slots in order, none twice"
+    for kind in ("full", "sliding"):
+        dense = dense_mask(row, anchors, config, kind)
+        rebuilt = torch.zeros_like(dense)
+        for chunk in chunks:
+            seen = chunk.context.stop - chunk.context.start
+            rebuilt[chunk.slots, chunk.context] = chunk.mask_QC[kind][:, :seen]
+            rebuilt[chunk.slots, total + chunk.slots.start : total + chunk.slots.stop] = chunk.mask_QC[kind][:, seen:]
+        assert torch.equal(rebuilt, dense)
+
+
+def test_documents_without_anchors_make_no_chunk():
+    row = pack([answer(2, 3), answer(2, 3), answer(2, 3)])
+    chunks = make_chunks(row.starts, torch.tensor([7]), tiny_config())
+    assert [(chunk.slots, chunk.context) for chunk in chunks] == [(slice(0, 4), slice(5, 7))]
