@@ -130,7 +130,7 @@ def walk_documents(
         first = int(supervised[0]) if supervised.numel() else length
         if supervised.numel() != length - first:
             raise ValueError("walked acceptance needs the supervised tokens to be the document's tail")
-        anchors = torch.arange(first, length - 1)
+        anchors = torch.arange(first, max(first, length - 1))
         limit = num_speculative_tokens or drafter.config.proposals_per_block
         proposals = propose_everywhere(drafter, document, anchors).tolist() if anchors.numel() else []
         results.append(walk(document.input_ids_T[first:].tolist(), proposals, limit))

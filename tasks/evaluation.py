@@ -105,7 +105,8 @@ def summarise(rounds: Sequence[SubsetRound], walked: Mapping[str, Acceptance]) -
         "requests": requests,
         "positions": {
             "survival": overall.survival,
-            "conditional": overall.conditional,
+            # Nothing reached a position: null, as JSON has no NaN.
+            "conditional": [None if rate != rate else rate for rate in overall.conditional],
             "walked_survival": predicted.survival,
         },
         "greedy_equal_share": sum(map(sum, equal.values())) / requests,
@@ -134,14 +135,17 @@ def _subset(r: SubsetRound, equal: list[bool], walked: Mapping[str, Acceptance])
 
 
 def walked_interval(walked: list[Acceptance], confidence: float = 0.95) -> tuple[float, float]:
-    """Bootstrap interval of the acceptance length over requests (ratio of sums, 2,000 resamples, seeded)."""
+    """Bootstrap interval of the acceptance length over requests (ratio of sums, 2,000 resamples, seeded).
+
+    One request says nothing about others: the interval is then all that is possible.
+    """
     import numpy as np
     from scipy.stats import bootstrap
 
     accepted = np.array([a.accepted for a in walked], dtype=float)
     drafts = np.array([a.drafts for a in walked], dtype=float)
     if len(walked) < 2:
-        return float("nan"), float("nan")
+        return 1.0, 1.0 + max((len(a.accepted_per_position) for a in walked), default=0)
 
     def length(accepted: Any, drafts: Any, axis: int = -1) -> Any:
         return 1 + accepted.sum(axis=axis) / drafts.sum(axis=axis)

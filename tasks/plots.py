@@ -42,7 +42,8 @@ def plot_training(history: Sequence[Mapping[str, Any]], path: Path) -> None:
     walks = [entry for entry in history if "walked_acceptance_length" in entry]
     axes.plot([e["step"] for e in steps], _smooth([e["loss"] for e in steps]), color="tab:blue")
     axes.set(xlabel="step", title="Training")
-    axes.set_ylabel("loss (smoothed)", color="tab:blue")
+    axes.set_ylabel("loss (smoothed, log scale)", color="tab:blue")
+    axes.set_yscale("log")
     right = axes.twinx()
     right.plot([e["step"] for e in walks], [e["walked_acceptance_length"] for e in walks], "o-", color="tab:orange")
     right.set_ylabel("walked acceptance length, held-out conversations", color="tab:orange")

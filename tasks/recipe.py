@@ -238,7 +238,8 @@ class Recipe(Section):
         if longest > room:
             raise ValueError(
                 f"serving.max_model_len={self.serving.max_model_len} leaves {room} tokens, but "
-                f"prompts.max_prompt_tokens plus max_new_tokens need {longest}: raise serving.max_model_len or shorten the others"
+                f"prompts.max_prompt_tokens plus max_new_tokens need {longest}: raise serving.max_model_len or shorten "
+                "the others"
             )
         document = min(self.examples.max_length, self.prompts.max_prompt_tokens + self.responses.max_new_tokens)
         if document > self.training.tokens_per_step:

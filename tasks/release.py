@@ -57,7 +57,7 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
 
 
 def point_at_verifier(drafter: Path, context: StageContext) -> None:
-    """Write where the verifier is into the checkpoint: `vllm serve <drafter>` swaps to it.
+    """Write where the verifier is, and how many tokens to propose, into the checkpoint: `vllm serve <drafter>` obeys.
 
     A hub id where there is one, else an absolute folder of this machine (vLLM takes nothing else).
     """
@@ -66,6 +66,9 @@ def point_at_verifier(drafter: Path, context: StageContext) -> None:
     verifier = context.recipe.verifier
     name = verifier.repo_id if isinstance(verifier, HubVerifier) else str(_folder(context))
     config["speculators_config"]["verifier"]["name_or_path"] = name
+    # What was measured, which may be fewer than a block proposes.
+    method = config["speculators_config"]["proposal_methods"][0]
+    method["speculative_tokens"] = context.recipe.num_speculative_tokens
     path.write_text(json.dumps(config, indent=2) + "\n")
 
 
@@ -98,6 +101,8 @@ def model_card(context: StageContext, evaluation: Mapping[str, Any]) -> str:
         title=recipe.release.title or f"{recipe.name} DSpark drafter",
         license=recipe.release.license,
         verifier_name=verifier_name(recipe),
+        # The hub refuses a card whose base_model is no hub id.
+        base_model=recipe.verifier.repo_id if isinstance(recipe.verifier, HubVerifier) else None,
         evaluation=evaluation,
         config=json.loads((context.output / "drafter" / "config.json").read_text()),
         counts={name: manifest.counts for name, manifest in context.manifests.items()},

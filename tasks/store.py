@@ -273,7 +273,9 @@ def _damaged(ref: ArtifactRef, file: str, fault: str) -> ArtifactDamagedError:
 
 
 def _default_work(root: str, is_local: bool) -> Path:
-    if not is_local:
-        return REPO_ROOT / ".dspark" / "remote" / re.sub(r"[^A-Za-z0-9._-]+", "-", root)
+    """Unfinished work and copies of remote artifacts: $DSPARK_WORK, else beside a local store or in the checkout."""
+    base = os.environ.get("DSPARK_WORK")
+    if base or not is_local:
+        return Path(base or REPO_ROOT / ".dspark" / "remote") / re.sub(r"[^A-Za-z0-9._-]+", "-", root).strip("-")
     path = Path(root)
     return path.with_name("work") if path.name == "store" else path.with_name(f"{path.name}-work")

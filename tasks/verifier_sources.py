@@ -61,7 +61,8 @@ def check_verifier(recipe: Recipe) -> None:
     if ids is not None and num_layers is not None and ids[-1] >= num_layers:
         raise RecipeError(
             f"drafter.aux_hidden_state_layer_ids={list(ids)}: the verifier has {num_layers} layers, "
-            f"so ids must be within 1..{num_layers - 1} (the last state is read separately); lower them, or leave the field out for the default"
+            f"so ids must be within 1..{num_layers - 1} (the last state is read separately); "
+            "lower them, or leave the field out for the default"
         )
 
 

@@ -16,6 +16,7 @@ os.environ["PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS"] = "120"
 os.environ["PREFECT_SERVER_LOGGING_LEVEL"] = "CRITICAL"
 os.environ.pop("PREFECT_API_URL", None)
 os.environ.pop("DSPARK_STORE", None)
+os.environ.pop("DSPARK_WORK", None)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,7 @@ from torch import Tensor
 from dspark_model import layers
 from dspark_model.batch import PackedRow, make_slots
 from dspark_model.drafter import DrafterOutput, DSparkDrafter
+from dspark_model.layers import make_chunks, rope_tables
 from tests.dspark_model.dense_reference import dense_forward
 from tests.dspark_model.tiny import three_document_row, tiny_config, tiny_drafter
 
@@ -114,33 +115,20 @@ def test_a_block_does_not_depend_on_which_other_anchors_were_drawn():
             torch.testing.assert_close(run(drafter, row, p[None]).hidden_SD, together[i], rtol=1e-4, atol=1e-5)
 
 
-def test_sliding_layers_are_causal_inside_the_block_and_full_layers_are_not():
-    """Gradient of slot k with respect to the embedding of slot j, through the anchor (j = 0) and the masks."""
-    for kind, causal in (("full", False), ("sliding", True)):
-        drafter = tiny_drafter(tiny_config(num_layers=1, layer_kinds=(kind,), sliding_window=40))
-        row, K = three_document_row(), drafter.config.block_size
-        reach = torch.zeros(K, K, dtype=torch.bool)
-        original = torch.nn.functional.embedding
-        for k in range(K):
-            slots_in: list[Tensor] = []
-
-            def spy(ids: Tensor, table: Tensor, kept: list[Tensor] = slots_in) -> Tensor:
-                kept.append(original(ids, table).requires_grad_())
-                return kept[-1]
-
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(torch.nn.functional, "embedding", spy)
-                output = drafter_output(drafter, row)
-            (gradient,) = torch.autograd.grad(output[k].sum() + output[k].pow(2).sum(), slots_in[0])
-            reach[k] = gradient.abs().sum(-1) > 1e-7
-        expected = torch.ones(K, K, dtype=torch.bool)
-        assert torch.equal(reach, expected.tril() if causal else expected)
-
-
-def drafter_output(drafter: DSparkDrafter, row: PackedRow) -> Tensor:
-    """Hidden states of one block, without the Markov embedding (its look-up goes through `embedding` as well)."""
-    drafter.markov_head = None
-    return run(drafter, row, torch.tensor([5])).hidden_SD
+@pytest.mark.parametrize(("kind", "causal"), [("full", False), ("sliding", True)])
+def test_sliding_layers_are_causal_inside_the_block_and_full_layers_are_not(kind, causal):
+    """Which slot inputs have a gradient from which slot output of one layer."""
+    config = tiny_config(num_layers=1, layer_kinds=(kind,), sliding_window=40)
+    layer, K = tiny_drafter(config).layers[0], config.block_size
+    g = torch.Generator().manual_seed(3)
+    context_TD, x_SD = torch.randn(9, 12, generator=g), torch.randn(K, 12, generator=g, requires_grad=True)
+    rope = [rope_tables(torch.arange(n) + first, config.head_dim, 100.0) for n, first in ((K, 6), (9, 0))]
+    output = layer(x_SD, context_TD, make_chunks((0, 9), torch.tensor([6]), config), *rope)
+    reach = torch.stack(
+        [torch.autograd.grad(out.pow(2).sum(), x_SD, retain_graph=True)[0].abs().sum(-1) for out in output]
+    )
+    everything = torch.ones(K, K, dtype=torch.bool)
+    assert torch.equal(reach > 1e-7, everything.tril() if causal else everything)
 
 
 def test_frozen_weights_are_nan_until_the_verifier_is_loaded():

@@ -22,12 +22,13 @@ def test_no_document_is_lost_split_or_doubled_and_no_bin_overflows(seed):
     assert sum(sum(lengths[index] for index in members) * 2 <= capacity for members in bins) <= 1
 
 
-def test_packing_is_first_fit_decreasing():
+@pytest.mark.parametrize("count", [0, 1, 2, 3, 64, 65, 150])
+def test_packing_is_first_fit_decreasing(count):
     """The rule by itself: longest first, each into the first bin with room."""
-    draw = random.Random(7)
-    lengths = [draw.randint(1, 40) for _ in range(150)]
+    draw = random.Random(count)
+    lengths = [draw.randint(1, 40) for _ in range(count)]
     bins: list[list[int]] = []
-    for index in sorted(range(150), key=lambda i: -lengths[i]):
+    for index in sorted(range(count), key=lambda i: -lengths[i]):
         for members in bins:
             if sum(lengths[i] for i in members) + lengths[index] <= 64:
                 members.append(index)

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import fsspec
@@ -25,12 +26,12 @@ from tests.tiny_verifier import make_tiny_verifier
 pytestmark = [pytest.mark.serve, pytest.mark.timeout(900)]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PROMPTS, TRAIN_STEPS = 60, 60
+PROMPTS, TRAIN_STEPS = 120, 60
 RECIPE = {
     "name": "tiny",
     "verifier": {"source": "path", "path": "verifier", "dtype": "float32"},
     "prompts": {"num_prompts": PROMPTS, "max_prompt_tokens": 400},
-    "responses": {"max_new_tokens": 24},
+    "responses": {"max_new_tokens": 40},
     "examples": {"validation_share": 0.1},
     "vocab": {"draft_vocab_size": 512},
     "drafter": {
@@ -58,6 +59,7 @@ class Pipeline:
     """The command line on one recipe and store."""
 
     def __init__(self, folder: Path, endpoint: str) -> None:
+        self.folder = folder
         self.recipe, self.store = folder / "tiny.yaml", "s3://artifacts/runs"
         self.log = folder / "run.log"
         self.environment = {
@@ -67,6 +69,7 @@ class Pipeline:
             "HOME": str(folder / "home"),
             "XDG_CACHE_HOME": str(folder / "home" / ".cache"),
             "PREFECT_HOME": str(folder / "prefect"),
+            "DSPARK_WORK": str(folder / "work"),
         }
         (folder / "home").mkdir()
 
@@ -81,18 +84,27 @@ class Pipeline:
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
-    def run_until_killed(self, pattern: str) -> str:
-        """SIGKILL the run once its log matches; returns the log."""
+    def run_until_killed(self, is_time: Callable[[], bool]) -> str:
+        """SIGKILL the run once `is_time`; returns its log."""
         with self.log.open("w") as log:
             process = subprocess.Popen(self.command(), env=self.environment, stdout=log, stderr=subprocess.STDOUT)
         deadline = time.monotonic() + 300
-        while not re.search(pattern, self.log.read_text()):
+        while not is_time():
             assert process.poll() is None, self.log.read_text()
             assert time.monotonic() < deadline, self.log.read_text()
-            time.sleep(0.05)
+            time.sleep(0.02)
         process.send_signal(signal.SIGKILL)
         process.wait()
         return self.log.read_text()
+
+    def has_some_answers(self) -> bool:
+        """Whether the journal of the responses stage holds a few rows, but not all."""
+        journals = (self.folder / "work").rglob("responses/*/scratch/journal.jsonl")
+        return any(5 <= journal.read_text().count("\n") < PROMPTS - 30 for journal in journals)
+
+    def is_training(self) -> bool:
+        """Whether training has made some steps and a checkpoint."""
+        return re.search(r"drafter +step (?!1/)\d+/", self.log.read_text()) is not None
 
     def read(self, stage: str, file: str) -> str:
         filesystem = fsspec.filesystem(
@@ -117,8 +129,8 @@ def finished(tmp_path_factory):
     with s3_server("artifacts") as endpoint:
         pipeline = Pipeline(folder, endpoint)
         kills = []
-        for pattern in (r"responses +\d+ of \d+ answers", r"drafter +step (?!1/)\d+/"):
-            kills.append(pipeline.run_until_killed(pattern))
+        for is_time in (pipeline.has_some_answers, pipeline.is_training):
+            kills.append(pipeline.run_until_killed(is_time))
             deadline = time.monotonic() + 30
             while processes_of(folder):
                 assert time.monotonic() < deadline, f"left behind: {processes_of(folder)}"
