@@ -141,7 +141,7 @@ class _FusedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, markov, w2 = (grad for grad in ctx.saved_tensors)
+        hidden, markov, w2 = (grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
         return hidden, markov, w2, None
 
 

