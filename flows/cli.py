@@ -16,7 +16,7 @@ from tasks import pipeline
 from tasks.manifest import ArtifactRef
 from tasks.pipeline import PlanRow
 from tasks.preflight import open_recipe, open_store
-from tasks.recipe import DEFAULT_RECIPE, list_recipes
+from tasks.recipe_file import DEFAULT_RECIPE, list_recipes
 
 _HELP = f"""
 Train, measure and package a DSpark drafter: a small model with which vLLM gives the same answers faster.

@@ -20,7 +20,8 @@ from prefect import flow, runtime
 
 from tasks.manifest import ArtifactRef
 from tasks.preflight import open_recipe, open_store
-from tasks.recipe import DEFAULT_RECIPE, Recipe
+from tasks.recipe import Recipe
+from tasks.recipe_file import DEFAULT_RECIPE
 from tasks.run import PipelineRun
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tasks.recipe import Recipe, RecipeError, load_recipe
+from tasks.recipe import Recipe, RecipeError
+from tasks.recipe_file import load_recipe
 from tasks.store import ArtifactStore
 
 

@@ -23,7 +23,8 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.manifest import Manifest
-from tasks.recipe import Recipe, parse_recipe
+from tasks.recipe import Recipe
+from tasks.recipe_file import parse_recipe
 from tasks.stage import StageContext
 from tasks.vllm_client import Completion, Request
 

@@ -14,7 +14,8 @@ import pytest
 from tasks import prompts
 from tasks.dataset_prompts import dataset_prompts
 from tasks.prompt_rows import PromptRow, PromptsError
-from tasks.recipe import PromptsSection, RecipeError, parse_recipe
+from tasks.recipe import PromptsSection, RecipeError
+from tasks.recipe_file import parse_recipe
 from tests.tiny_verifier import make_tiny_verifier
 
 

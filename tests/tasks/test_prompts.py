@@ -20,7 +20,8 @@ from tasks.builtin_prompts import (
 )
 from tasks.prompt_filters import EvaluationGuard, filter_prompts
 from tasks.prompt_rows import PromptRow, PromptsError, row_text
-from tasks.recipe import RecipeError, parse_recipe
+from tasks.recipe import RecipeError
+from tasks.recipe_file import parse_recipe
 from tests.tiny_verifier import make_tiny_verifier
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.recipe import DEFAULT_RECIPE, RecipeError, list_recipes, load_recipe, parse_recipe
+from tasks.recipe import RecipeError
+from tasks.recipe_file import DEFAULT_RECIPE, list_recipes, load_recipe, parse_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 HUB = {"name": "t", "verifier": {"source": "hub", "repo_id": "org/model", "revision": COMMIT}}

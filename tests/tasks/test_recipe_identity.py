@@ -13,7 +13,8 @@ import pytest
 
 from tasks.fingerprint import canonical_json
 from tasks.pipeline import load_stages, resolve
-from tasks.recipe import DEFAULT_RECIPE, Recipe, Section, ServingSection, list_recipes, load_recipe, parse_recipe
+from tasks.recipe import Recipe, Section, ServingSection
+from tasks.recipe_file import DEFAULT_RECIPE, list_recipes, load_recipe, parse_recipe
 from tasks.verifier_sources import wheel_file
 
 PINNED = Path(__file__).with_name("pinned_fingerprints.json")

@@ -18,7 +18,7 @@ from dspark_model.verifier import load_verifier_parts
 from tasks import plots, release
 from tasks.answers import write_jsonl
 from tasks.evaluation import RESULT, summarise
-from tasks.recipe import load_recipe, parse_recipe
+from tasks.recipe_file import load_recipe, parse_recipe
 from tasks.served_rounds import Answers, SubsetRound
 from tests.stage_room import manifest, stage_context, toy_recipe
 

