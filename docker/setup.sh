@@ -8,6 +8,7 @@ import os
 import time
 
 import s3fs
+from botocore.exceptions import BotoCoreError
 
 bucket = os.environ["DSPARK_STORE"].removeprefix("s3://").split("/", 1)[0]
 for attempt in range(30):
@@ -16,7 +17,7 @@ for attempt in range(30):
         if not store.exists(bucket):
             store.mkdir(bucket)
         break
-    except OSError as error:  # not up yet
+    except (OSError, BotoCoreError) as error:  # not up yet
         if attempt == 29:
             raise SystemExit(f"{os.environ.get('AWS_ENDPOINT_URL', 'S3')} does not answer: {error}") from error
         time.sleep(2)

