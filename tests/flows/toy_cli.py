@@ -1,12 +1,12 @@
 """The project's command line over toy stages; `TOY_HANG=stage` makes that stage wait for a signal."""
 
 import os
-import sys
 import time
-import types
 from pathlib import Path
 
 import tasks.pipeline
+import tasks.verifier
+import tasks.vllm_server
 from tests.toy_stages import Toy, ToyServers, whole_pipeline
 
 toy = Toy()
@@ -32,8 +32,8 @@ class Servers(ToyServers):
 
 
 tasks.pipeline.load_stages = lambda: whole_pipeline(toy)
-sys.modules["tasks.vllm_server"] = types.SimpleNamespace(ServerPool=Servers)  # type: ignore[assignment]
-sys.modules["tasks.verifier"] = types.SimpleNamespace(check_verifier=lambda recipe: None)  # type: ignore[assignment]
+tasks.vllm_server.ServerPool = Servers  # type: ignore[assignment,misc]
+tasks.verifier.check_verifier = lambda recipe: None
 
 if __name__ == "__main__":
     from flows.cli import app
