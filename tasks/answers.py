@@ -112,18 +112,46 @@ def answer_prompts(
     """
     if (context.output / ERRORS).is_file():  # written last
         return _counts(read_jsonl(context.output / ANSWERS), len(read_jsonl(context.output / ERRORS)))
-    spool = StatesSpool.of(context, stage)
     journal = Journal(context.scratch / "journal.jsonl")
     left = [prompt for prompt in prompts if prompt["id"] not in journal.rows]
     if len(left) < len(prompts):
         context.log.info("%d of %d answers are there already", len(prompts) - len(left), len(prompts))
+    requests = [
+        Request(
+            prompt["id"],
+            messages=prompt["messages"],
+            max_tokens=max_new_tokens,
+            temperature=temperature,
+            seed=seed if temperature else None,
+            with_states=True,
+        )
+        for prompt in left
+    ]
     subsets = {prompt["id"]: prompt["subset"] for prompt in prompts}
+    errors = _ask(context, requests, subsets, StatesSpool.of(context, stage), journal) if requests else []
+    journal.close()
+    rows = [journal.rows[prompt["id"]] for prompt in prompts if prompt["id"] in journal.rows]
+    _check_failures(errors, len(prompts), context.recipe.responses.max_failed_share)
+    write_jsonl(context.output / ANSWERS, rows)
+    write_jsonl(context.output / ERRORS, errors)
+    return _counts(rows, len(errors))
+
+
+def _ask(
+    context: StageContext,
+    requests: list[Request],
+    subsets: Mapping[str, str],
+    spool: StatesSpool,
+    journal: Journal,
+) -> list[dict[str, str]]:
+    """Ask the verifier; answers go to the journal once their states lie in the spool. Returns what failed for good."""
     errors: list[dict[str, str]] = []
+    server = context.servers.acquire(extract_spec(context))
+    progress = Progress(context, len(requests))
 
     def keep(request: Request, answer: Completion) -> None:
-        states = answer.states_path
-        assert states is not None
-        spool.adopt(request.id, states, [*answer.prompt_token_ids, *answer.token_ids][:-1])
+        assert answer.states_path is not None
+        spool.adopt(request.id, answer.states_path, [*answer.prompt_token_ids, *answer.token_ids][:-1])
         journal.append(
             {
                 "id": request.id,
@@ -139,33 +167,14 @@ def answer_prompts(
         errors.append({"id": request.id, "error": f"{type(error).__name__}: {error}"})
         context.log.warning("prompt %s failed: %s", request.id, error)
 
-    if left:
-        server = context.servers.acquire(extract_spec(context))
-        progress = Progress(context, len(left))
-        requests = (
-            Request(
-                prompt["id"],
-                messages=prompt["messages"],
-                max_tokens=max_new_tokens,
-                temperature=temperature,
-                seed=seed if temperature else None,
-                with_states=True,
-            )
-            for prompt in left
-        )
-        generate(
-            server,
-            requests,
-            concurrency=context.recipe.serving.concurrency,
-            on_completion=keep,
-            on_failure=fail,
-        )
-    journal.close()
-    rows = [journal.rows[prompt["id"]] for prompt in prompts if prompt["id"] in journal.rows]
-    _check_failures(errors, len(prompts), context.recipe.responses.max_failed_share)
-    write_jsonl(context.output / ANSWERS, rows)
-    write_jsonl(context.output / ERRORS, errors)
-    return _counts(rows, len(errors))
+    generate(
+        server,
+        requests,
+        concurrency=context.recipe.serving.concurrency,
+        on_completion=keep,
+        on_failure=fail,
+    )
+    return errors
 
 
 def _check_failures(errors: list[dict[str, str]], total: int, allowed: float) -> None:
