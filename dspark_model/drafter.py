@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from dspark_model.batch import PackedRow, Slots
+from dspark_model.batch import PackedRow, Slots, make_slots
 from dspark_model.config import DrafterConfig
 from dspark_model.heads import ConfidenceHead, MarkovHead
 from dspark_model.layers import DrafterLayer, RMSNorm, make_chunks, rope_tables
@@ -102,6 +102,17 @@ class DSparkDrafter(nn.Module):
     def trainable_state(self) -> dict[str, Tensor]:
         """Parameters that training changes, by checkpoint name."""
         return {name: value for name, value in self.named_parameters() if value.requires_grad}
+
+    def slots(self, row: PackedRow, anchor_pos_A: Tensor) -> Slots:
+        """`make_slots` in this drafter's layout."""
+        config = self.config
+        return make_slots(
+            row,
+            anchor_pos_A,
+            block_size=config.block_size,
+            mask_token_id=config.mask_token_id,
+            sample_from_anchor=config.sample_from_anchor,
+        )
 
     def forward(self, row: PackedRow, anchor_pos_A: Tensor, slots: Slots) -> DrafterOutput:
         """Slot states for blocks at ascending anchors of a packed row.

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dspark_model.batch import Document, make_slots, pack
+from dspark_model.batch import Document, pack
 from dspark_model.drafter import DSparkDrafter
 
 ROWS_PER_CHUNK = 256
@@ -90,13 +90,7 @@ def propose_everywhere(drafter: DSparkDrafter, document: Document, anchor_pos_A:
     config, device = drafter.config, drafter.fc.weight.device
     row = pack([document]).to(device)
     anchor_pos_A = anchor_pos_A.to(device)
-    slots = make_slots(
-        row,
-        anchor_pos_A,
-        block_size=config.block_size,
-        mask_token_id=config.mask_token_id,
-        sample_from_anchor=config.sample_from_anchor,
-    )
+    slots = drafter.slots(row, anchor_pos_A)
     output = drafter(row, anchor_pos_A, slots)
     hidden_AKD = output.hidden_SD.unflatten(0, (-1, config.block_size))
     hidden_APD = hidden_AKD[:, config.block_size - config.proposals_per_block :]

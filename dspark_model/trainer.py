@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark_model.anchors import anchor_candidates, draw_anchors
-from dspark_model.batch import PackedRow, make_slots, pack
+from dspark_model.batch import PackedRow, pack
 from dspark_model.dataset import Documents
 from dspark_model.drafter import DSparkDrafter
 from dspark_model.fused_loss import FusedTargets, chunked_acceptance_rate, fused_loss
@@ -153,13 +153,7 @@ class Trainer:
 
     def _loss(self, row: PackedRow, anchors_A: Tensor) -> tuple[Tensor, Tensor, int]:
         config, architecture, drafter = self.config, self.config.drafter, self.drafter
-        slots = make_slots(
-            row,
-            anchors_A,
-            block_size=architecture.block_size,
-            mask_token_id=architecture.mask_token_id,
-            sample_from_anchor=architecture.sample_from_anchor,
-        )
+        slots = drafter.slots(row, anchors_A)
         mask_S = slots.supervision_mask_AK.flatten()
         count = mask_S.sum().clamp(min=1)
         weights_K = slot_weights(
