@@ -68,8 +68,8 @@ class Journal:
 class Progress:
     """A line every few seconds: how far, how fast, how long still."""
 
-    def __init__(self, context: StageContext, total: int, every_seconds: float = 10.0) -> None:
-        self.log, self.total, self.every_seconds = context.log, total, every_seconds
+    def __init__(self, context: StageContext, total: int, noun: str, every_seconds: float = 10.0) -> None:
+        self.log, self.total, self.noun, self.every_seconds = context.log, total, noun, every_seconds
         self.done = self.tokens = 0
         self.started = self.last = time.monotonic()
 
@@ -83,9 +83,10 @@ class Progress:
             elapsed = max(now - self.started, 1e-9)
             left = (self.total - self.done) * elapsed / self.done
             self.log.info(
-                "%d of %d answers, %.0f tokens/s, %.0f s left",
+                "%d of %d %s, %.0f tokens/s, %.0f s left",
                 self.done,
                 self.total,
+                self.noun,
                 self.tokens / elapsed,
                 left,
             )
@@ -147,7 +148,7 @@ def _ask(
     """Ask the verifier; answers go to the journal once their states lie in the spool. Returns what failed for good."""
     errors: list[dict[str, str]] = []
     server = context.servers.acquire(extract_spec(context))
-    progress = Progress(context, len(requests))
+    progress = Progress(context, len(requests), "answers")
 
     def keep(request: Request, answer: Completion) -> None:
         assert answer.states_path is not None

@@ -50,7 +50,7 @@ def store_states(context: StageContext, examples: Examples, split: str, owner: s
 
     writer = StatesWriter(context.output, split, documents_per_shard=BATCH)
     spool = StatesSpool.of(context, owner)
-    progress = Progress(context, len(examples) - writer.next_document)
+    progress = Progress(context, len(examples) - writer.next_document, f"{split} documents with states")
     extracted = 0
     for first in range(writer.next_document, len(examples), BATCH):
         batch = range(first, min(first + BATCH, len(examples)))

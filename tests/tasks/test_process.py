@@ -98,6 +98,7 @@ def test_a_killed_supervisor_takes_its_command_along(family):
     child, grandchild = family_pids(family)
     os.kill(process.pid, signal.SIGKILL)
     wait_for(lambda: not is_running(child))
+    assert is_running(grandchild)
     os.kill(grandchild, signal.SIGKILL)  # in a session of its own, out of the kernel's reach
     process.stop()
 
