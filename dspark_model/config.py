@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 LayerKind = Literal["full", "sliding"]
+MarkovKind = Literal["vanilla", "gated", "rnn"]
 
 # Families whose final norm is a plain RMSNorm gain and whose logits are a plain matrix product. Gemma and Qwen3.5
 # use (1 + w) norms or soft caps: training on them with the plain rule converges to the wrong targets
@@ -42,6 +43,8 @@ class DrafterConfig:
     mask_token_id: int
     markov_rank: int
     """0 means no Markov head."""
+    markov_head_type: MarkovKind = "vanilla"
+    """How the bias is formed, see `dspark_model.heads`. vLLM serves vanilla only."""
     confidence_head: bool
     confidence_with_markov: bool
     sample_from_anchor: bool
@@ -69,6 +72,10 @@ class DrafterConfig:
             raise ConfigError(f"sliding_window={self.sliding_window} must be at least 1: a slot sees itself")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim={self.head_dim} must be even: rotary embeddings turn pairs")
+        if self.markov_head_type not in get_args(MarkovKind):
+            raise ConfigError(
+                f"markov_head_type={self.markov_head_type!r} must be one of {', '.join(get_args(MarkovKind))}"
+            )
         if self.markov_rank < 0:
             raise ConfigError(f"markov_rank={self.markov_rank} must be 0 (no Markov head) or more")
         if self.draft_vocab_size > self.verifier_vocab_size:

@@ -29,8 +29,10 @@ class DrafterOutput:
 
     hidden_SD: Tensor
     """Slot states after the final norm."""
+    prev_embedding_SR: Tensor | None
+    """Markov embedding of each slot's previous token, which the confidence head reads; None without a Markov head."""
     markov_SR: Tensor | None
-    """Embedding of each slot's previous token, None without a Markov head."""
+    """Factor of each slot's Markov bias (the embedding itself in a vanilla head), None without a Markov head."""
 
 
 class DSparkDrafter(nn.Module):
@@ -123,7 +125,7 @@ class DSparkDrafter(nn.Module):
             slots: `make_slots` of the same row and anchors.
 
         Returns:
-            Slot states and Markov embeddings, flattened anchor-major ([A, K] -> S).
+            Slot states and Markov factors, flattened anchor-major ([A, K] -> S).
         """
         config = self.config
         context_TD = self.hidden_norm(self.fc(row.aux_hidden_TF.to(self.fc.weight.dtype)))
@@ -133,11 +135,17 @@ class DSparkDrafter(nn.Module):
         context_rope = rope_tables(row.position_ids_T, config.head_dim, config.rope_theta)
         for layer in self.layers:
             x_SD = layer(x_SD, context_TD, chunks, slot_rope, context_rope)
-        markov_SR = self.markov_head.embed(slots.prev_token_ids_AK.flatten()) if self.markov_head else None
-        return DrafterOutput(hidden_SD=self.norm(x_SD), markov_SR=markov_SR)
+        hidden_SD = self.norm(x_SD)
+        embedding_AKR, markov_SR = None, None
+        if self.markov_head is not None:
+            embedding_AKR = self.markov_head.embed(slots.prev_token_ids_AK)
+            hidden_AKD = hidden_SD.unflatten(0, (-1, config.block_size))
+            markov_SR = self.markov_head.factors(embedding_AKR, hidden_AKD).flatten(0, 1)
+        prev_SR = None if embedding_AKR is None else embedding_AKR.flatten(0, 1)
+        return DrafterOutput(hidden_SD=hidden_SD, prev_embedding_SR=prev_SR, markov_SR=markov_SR)
 
     def logits(self, hidden_SD: Tensor, markov_SR: Tensor | None) -> Tensor:
-        """Float32 logits [S, W] over draft ids; callers chunk S."""
+        """Float32 logits [S, W] over draft ids from slot states and Markov factors; callers chunk S."""
         logits_SW = nn.functional.linear(hidden_SD.to(self.lm_head.dtype), self.lm_head).float()
         if self.markov_head is not None and markov_SR is not None:
             logits_SW = logits_SW + self.markov_head.bias(markov_SR).float()

@@ -93,16 +93,20 @@ def propose_everywhere(drafter: DSparkDrafter, document: Document, anchor_pos_A:
     slots = drafter.slots(row, anchor_pos_A)
     output = drafter(row, anchor_pos_A, slots)
     hidden_AKD = output.hidden_SD.unflatten(0, (-1, config.block_size))
-    hidden_APD = hidden_AKD[:, config.block_size - config.proposals_per_block :]
-    chunks = zip(hidden_APD.split(ROWS_PER_CHUNK), row.input_ids_T[anchor_pos_A].split(ROWS_PER_CHUNK), strict=True)
+    chunks = zip(hidden_AKD.split(ROWS_PER_CHUNK), row.input_ids_T[anchor_pos_A].split(ROWS_PER_CHUNK), strict=True)
     return torch.cat([_greedy_chain(drafter, hidden, anchors) for hidden, anchors in chunks])
 
 
-def _greedy_chain(drafter: DSparkDrafter, hidden_APD: Tensor, anchor_ids_A: Tensor) -> Tensor:
-    prev_A, picks = anchor_ids_A, []
-    for position in range(hidden_APD.shape[1]):
-        markov_AR = drafter.markov_head.embed(prev_A) if drafter.markov_head else None
-        draft_A = drafter.logits(hidden_APD[:, position], markov_AR).argmax(-1)
+def _greedy_chain(drafter: DSparkDrafter, hidden_AKD: Tensor, anchor_ids_A: Tensor) -> Tensor:
+    config, head = drafter.config, drafter.markov_head
+    prev_A, state_AR, picks = anchor_ids_A, None, []
+    for slot in range(config.block_size):
+        factor_AR = None
+        if head is not None:
+            factor_AR, state_AR = head.step(head.embed(prev_A), hidden_AKD[:, slot], state_AR)
+        if slot < config.block_size - config.proposals_per_block:
+            continue  # the DFlash layout's slot 0 proposes nothing; its Markov state still moves on
+        draft_A = drafter.logits(hidden_AKD[:, slot], factor_AR).argmax(-1)
         prev_A = drafter.verifier_ids_W[draft_A]
         picks.append(prev_A)
     return torch.stack(picks, 1)

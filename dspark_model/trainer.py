@@ -185,7 +185,7 @@ class Trainer:
                     output.hidden_SD[rows_S], None if output.markov_SR is None else output.markov_SR[rows_S],
                     drafter.lm_head, w2, last_SD[rows_S], self.verifier, drafter.verifier_ids_W,
                 )  # fmt: skip
-            hidden, markov = output.hidden_SD[rows_S], output.markov_SR
+            hidden, markov = output.hidden_SD[rows_S], output.prev_embedding_SR
             markov = None if markov is None else markov[rows_S]
             if config.detach_confidence:
                 hidden, markov = hidden.detach(), None if markov is None else markov.detach()
