@@ -5,6 +5,7 @@ Shape letters: T tokens in the row, F fused aux width, D hidden, A anchors, K bl
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -24,6 +25,8 @@ class Document:
     loss_mask_T: Tensor
     aux_hidden_TF: Tensor
     last_hidden_TD: Tensor
+    log_norm_T: Tensor | None = None
+    """Log-normaliser of the verifier's distribution at each state (`dspark_model.verifier_targets`), where needed."""
 
     def __post_init__(self) -> None:
         length = self.input_ids_T.shape[0]
@@ -49,18 +52,17 @@ class PackedRow:
     last_hidden_TD: Tensor
     starts: tuple[int, ...]
     """First row index of each document, plus the row's length at the end."""
+    log_norm_T: Tensor | None = None
+    """Float32, inf (p = 0) where the next token is unsupervised; None unless every document carries it."""
 
     def to(self, device: torch.device) -> PackedRow:
         """The same row on another device."""
-        return PackedRow(
-            input_ids_T=self.input_ids_T.to(device, non_blocking=True),
-            loss_mask_T=self.loss_mask_T.to(device, non_blocking=True),
-            document_ids_T=self.document_ids_T.to(device, non_blocking=True),
-            position_ids_T=self.position_ids_T.to(device, non_blocking=True),
-            aux_hidden_TF=self.aux_hidden_TF.to(device, non_blocking=True),
-            last_hidden_TD=self.last_hidden_TD.to(device, non_blocking=True),
-            starts=self.starts,
-        )
+        moved = {
+            field.name: value.to(device, non_blocking=True)
+            for field in dataclasses.fields(self)
+            if isinstance(value := getattr(self, field.name), Tensor)
+        }
+        return dataclasses.replace(self, **moved)
 
 
 def pack(documents: Sequence[Document]) -> PackedRow:
@@ -73,9 +75,12 @@ def pack(documents: Sequence[Document]) -> PackedRow:
     first = documents[0]
     aux_TF = first.aux_hidden_TF.new_zeros(total, first.aux_hidden_TF.shape[1])
     last_TD = first.last_hidden_TD.new_zeros(total, first.last_hidden_TD.shape[1])
+    log_norm_T = torch.full((total,), torch.inf) if all(d.log_norm_T is not None for d in documents) else None
     for document, start in zip(documents, starts, strict=False):
         aux_TF[start : start + document.aux_hidden_TF.shape[0]] = document.aux_hidden_TF
         last_TD[start : start + document.last_hidden_TD.shape[0]] = document.last_hidden_TD
+        if log_norm_T is not None and document.log_norm_T is not None:
+            log_norm_T[start : start + document.log_norm_T.shape[0]] = document.log_norm_T
     return PackedRow(
         input_ids_T=torch.cat([document.input_ids_T.long() for document in documents]),
         loss_mask_T=torch.cat([document.loss_mask_T.bool() for document in documents]),
@@ -84,6 +89,7 @@ def pack(documents: Sequence[Document]) -> PackedRow:
         aux_hidden_TF=aux_TF,
         last_hidden_TD=last_TD,
         starts=tuple(starts),
+        log_norm_T=log_norm_T,
     )
 
 

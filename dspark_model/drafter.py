@@ -15,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from dspark_model.attention import plan_attention
 from dspark_model.batch import PackedRow, Slots, make_slots
 from dspark_model.config import DrafterConfig
 from dspark_model.heads import ConfidenceHead, MarkovHead
-from dspark_model.layers import DrafterLayer, RMSNorm, make_chunks, rope_tables
+from dspark_model.layers import DrafterLayer, RMSNorm, rope_tables
 from dspark_model.verifier import VerifierParts
 from dspark_model.vocab import draft_to_verifier_ids
 
@@ -82,6 +83,11 @@ class DSparkDrafter(nn.Module):
         """Verifier id of each draft id [W]."""
         return torch.arange(self.d2t.shape[0], device=self.d2t.device) + self.d2t
 
+    @property
+    def markov_w2_WR(self) -> Tensor | None:  # noqa: N802 - shape suffix
+        """Output matrix of the Markov head [W, R]; None without one."""
+        return self.markov_head.markov_w2.weight if self.markov_head else None
+
     def load_verifier(self, parts: VerifierParts, dtype: torch.dtype | None = None) -> None:
         """Copy the frozen embedding and the draft rows of the head, kept in `dtype` (default: as stored).
 
@@ -130,11 +136,11 @@ class DSparkDrafter(nn.Module):
         config = self.config
         context_TD = self.hidden_norm(self.fc(row.aux_hidden_TF.to(self.fc.weight.dtype)))
         x_SD = nn.functional.embedding(slots.input_ids_AK.flatten(), self.embed_tokens).to(context_TD.dtype)
-        chunks = make_chunks(row.starts, anchor_pos_A, config)
+        plan = plan_attention(row, anchor_pos_A, config)
         slot_rope = rope_tables(slots.position_ids_AK.flatten(), config.head_dim, config.rope_theta)
         context_rope = rope_tables(row.position_ids_T, config.head_dim, config.rope_theta)
         for layer in self.layers:
-            x_SD = layer(x_SD, context_TD, chunks, slot_rope, context_rope)
+            x_SD = layer(x_SD, context_TD, plan, slot_rope, context_rope)
         hidden_SD = self.norm(x_SD)
         embedding_AKR, markov_SR = None, None
         if self.markov_head is not None:

@@ -1,40 +1,44 @@
-"""The losses of `losses.py`, chunked and fused: logits [S, W] never exist beyond one chunk of rows.
+"""The losses of `losses.py`, chunked and fused: logits [S, W] never exist beyond one panel, float32 ones beyond a strip.
 
-The gradient is made during the forward, while a chunk's probabilities are at hand, so the backward is a scaling.
-The Markov bias rides in the same product: logits = [hidden ; w1(prev)] @ [lm_head ; w2]^T, as two accumulating
-matrix products (no copy of the head). Row gradients with respect to the logits, q draft and p verifier probabilities:
+A panel of slots goes through the matrix products (large, so that they run at full speed); its logits are then worked
+through strip by strip (small, so that the dozen elementwise passes stay in cache). The gradient is made during the
+forward, while a strip's probabilities are at hand, and takes the place of the logits, so the backward is a scaling.
+The Markov bias rides in the same product: logits = [hidden ; factor] @ [lm_head ; w2]^T, as two accumulating products
+(no copy of the head). The verifier's logits are made once per position, however many blocks cover it.
 
-    ce: q - onehot(target)      kl: (sum p) q - p      tv: -q (1[q <= p] - sum_{q <= p} q)
-
-Shape letters: S slots, C rows of a chunk, D hidden, R Markov rank, V verifier vocabulary, W draft vocabulary.
+Shape letters: S slots (A anchors x K block slots), P distinct positions, C slots of a strip, B its blocks, D hidden,
+R Markov rank, W draft vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from dspark_model.losses import needs_verifier_distribution
-from dspark_model.verifier import VerifierParts
+from dspark_model.strip_loss import Objective, SlotStats, Strip, overlap, strip_loss
+from dspark_model.verifier_targets import VerifierTargets
 
-CHUNK_ELEMENTS = 1 << 23
-"""Logits held at once (rows x vocabulary): 32 MiB in float32."""
+PANEL_ELEMENTS = 1 << 26
+"""Logits of one kind held at once in the head's dtype: 128 MiB in bfloat16."""
+STRIP_ELEMENTS = 1 << 19
+"""Float32 probabilities of one kind held at once on CPU: 2 MiB, about a core's cache. On CUDA a strip is a panel."""
 
 
 @dataclass(frozen=True)
-class FusedTargets:
+class SlotTargets:
     """What slots are trained towards."""
 
     draft_targets_S: Tensor
-    """Draft ids, -1 where the draft vocabulary lacks the token."""
-    weights_S: Tensor
-    """Slot weight divided by the number of supervised slots; 0 where a slot does not count."""
-    last_hidden_SD: Tensor | None
-    """Verifier states (before the final norm) of the token before each target; needed by kl and tv."""
+    """Draft ids of the data tokens, -1 where the draft vocabulary lacks the token."""
+    mask_AK: Tensor
+    """Bool, supervised slots."""
+    verifier: VerifierTargets | None
+    """Needed by every term but ce."""
 
 
 def fused_loss(
@@ -42,142 +46,165 @@ def fused_loss(
     markov_SR: Tensor | None,
     lm_head_WD: Tensor,
     markov_w2_WR: Tensor | None,
-    targets: FusedTargets,
-    terms: Mapping[str, float],
-    verifier: VerifierParts | None = None,
-    verifier_ids_W: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Sum of weights times slot losses, with gradients to hidden, Markov embedding and markov_w2.
+    targets: SlotTargets,
+    objective: Objective,
+) -> tuple[Tensor, SlotStats]:
+    """`losses.reference_loss` with gradients to hidden states, Markov factors and markov_w2.
+
+    Args:
+        hidden_SD: slot states after the drafter's final norm.
+        markov_SR: Markov factors, None without a Markov head.
+        lm_head_WD: the verifier's head at the draft ids, frozen; its dtype is that of the products.
+        markov_w2_WR: output matrix of the Markov head.
+        targets: data tokens, supervised slots and the verifier's distribution.
+        objective: terms and weights.
 
     Returns:
-        The scalar loss, and the analytic acceptance rate [S] (None unless a term reads the verifier's distribution).
+        The scalar loss and what each slot did.
 
     Raises:
-        ValueError: a term needs the verifier's distribution and the parts for it are missing.
+        ValueError: a term reads the verifier's distribution and `targets` has none.
     """
-    if needs_verifier_distribution(terms) and (
-        verifier is None or verifier_ids_W is None or targets.last_hidden_SD is None
-    ):
-        raise ValueError("loss terms kl and tv need the verifier's head and last states")
+    if objective.reads_verifier and targets.verifier is None:
+        raise ValueError(f"loss terms {sorted(objective.terms)} need the verifier's states: targets.verifier is None")
     markov_SR, markov_w2_WR = _or_zero_width(markov_SR, markov_w2_WR, hidden_SD, lm_head_WD)
-    request = _Request(lm_head_WD, targets, dict(terms), verifier, verifier_ids_W)
-    loss, acceptance_S = _FusedLoss.apply(hidden_SD, markov_SR, markov_w2_WR, request)
-    return loss, acceptance_S if needs_verifier_distribution(terms) else None
+    loss, *stats = _FusedLoss.apply(hidden_SD, markov_SR, markov_w2_WR, lm_head_WD, targets, objective)
+    return loss, SlotStats(*stats)
 
 
-def chunked_acceptance_rate(
+def acceptance_rates(
     hidden_SD: Tensor,
     markov_SR: Tensor | None,
     lm_head_WD: Tensor,
     markov_w2_WR: Tensor | None,
-    last_hidden_SD: Tensor,
-    verifier: VerifierParts,
-    verifier_ids_W: Tensor,
+    verifier: VerifierTargets,
+    block_size: int,
 ) -> Tensor:
-    """`losses.acceptance_rate` [S] in chunks, without gradient."""
-    rates = []
+    """`losses.acceptance_rate` [S] of whole blocks, without gradient."""
     markov_SR, markov_w2_WR = _or_zero_width(markov_SR, markov_w2_WR, hidden_SD, lm_head_WD)
+    w2_WR = markov_w2_WR.to(lm_head_WD.dtype)
+    rates_S = torch.empty(hidden_SD.shape[0], device=hidden_SD.device)
     with torch.no_grad(), torch.autocast(hidden_SD.device.type, enabled=False):
-        for rows in _chunks(hidden_SD.shape[0], verifier.lm_head_VD.shape[0]):
-            q_CW = _logits(hidden_SD[rows], markov_SR[rows], lm_head_WD, markov_w2_WR).softmax(-1)
-            p_CW = verifier.logits(last_hidden_SD[rows]).softmax(-1)[:, verifier_ids_W]
-            rates.append(torch.minimum(p_CW, q_CW).sum(-1))
-    return torch.cat(rates)
-
-
-@dataclass(frozen=True)
-class _Request:
-    lm_head_WD: Tensor
-    targets: FusedTargets
-    terms: dict[str, float]
-    verifier: VerifierParts | None
-    verifier_ids_W: Tensor | None
-
-
-def _chunks(rows: int, vocabulary: int) -> list[slice]:
-    size = max(1, CHUNK_ELEMENTS // vocabulary)
-    return [slice(low, min(low + size, rows)) for low in range(0, rows, size)]
+        for panel in _panels(hidden_SD, lm_head_WD, verifier, block_size):
+            logits = _logits(hidden_SD[panel.rows], markov_SR[panel.rows], lm_head_WD, w2_WR)
+            for rows, part in panel.strips(logits):
+                strip = panel.strip(rows, part)
+                q_CW = strip.draft_logits_CW.softmax(-1, dtype=torch.float32)
+                rates_S[rows] = overlap(strip.verifier_probabilities(), q_CW)
+    return rates_S
 
 
 def _or_zero_width(
     markov_SR: Tensor | None, markov_w2_WR: Tensor | None, hidden_SD: Tensor, lm_head_WD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The Markov factors, or factors of rank 0 that add nothing."""
+    """The Markov factors and matrix, or ones of rank 0 that add nothing."""
     if markov_SR is None or markov_w2_WR is None:
         return hidden_SD.new_zeros(hidden_SD.shape[0], 0), lm_head_WD.new_zeros(lm_head_WD.shape[0], 0)
     return markov_SR, markov_w2_WR
 
 
-def _logits(hidden_CD: Tensor, markov_CR: Tensor, lm_head_WD: Tensor, markov_w2_WR: Tensor) -> Tensor:
+def _logits(hidden_CD: Tensor, markov_CR: Tensor, lm_head_WD: Tensor, w2_WR: Tensor) -> Tensor:
     dtype = lm_head_WD.dtype
-    base_CW = hidden_CD.to(dtype) @ lm_head_WD.T
-    return torch.addmm(base_CW, markov_CR.to(dtype), markov_w2_WR.to(dtype).T).float()
+    return torch.addmm(hidden_CD.to(dtype) @ lm_head_WD.T, markov_CR.to(dtype), w2_WR.T)
+
+
+@dataclass(frozen=True)
+class _Panel:
+    """Slots whose logits are made together, with the verifier's logits at the positions they cover."""
+
+    rows: slice
+    rows_per_strip: int
+    verifier: VerifierTargets | None
+    verifier_logits: Tensor | None
+    first_position: int
+
+    def strips(self, logits: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        """Slots of each strip and their part of the panel's logits."""
+        for low in range(0, logits.shape[0], self.rows_per_strip):
+            part = logits[low : low + self.rows_per_strip]
+            yield slice(self.rows.start + low, self.rows.start + low + part.shape[0]), part
+
+    def strip(self, rows: slice, logits_CW: Tensor) -> Strip:
+        """Draft logits with the verifier's at the same slots."""
+        if self.verifier is None or self.verifier_logits is None:
+            return Strip(logits_CW, None, None, None)
+        position_C = self.verifier.position_S[rows]
+        log_norm_P = self.verifier.log_norm_P
+        return Strip(
+            logits_CW,
+            self.verifier_logits[position_C - self.first_position],
+            None if log_norm_P is None else log_norm_P[position_C, None],
+            self.verifier.logit_softcap,
+        )
+
+
+def _panels(
+    hidden_SD: Tensor, lm_head_WD: Tensor, verifier: VerifierTargets | None, block_size: int
+) -> Iterator[_Panel]:
+    """Whole blocks per panel and per strip: some losses weight a slot by what its block did."""
+    slots, vocabulary = hidden_SD.shape[0], lm_head_WD.shape[0]
+    rows_per_panel = block_size * max(1, PANEL_ELEMENTS // (vocabulary * block_size))
+    rows_per_strip = block_size * max(1, STRIP_ELEMENTS // (vocabulary * block_size))
+    if hidden_SD.is_cuda:
+        rows_per_strip = rows_per_panel
+    lows = range(0, slots, rows_per_panel)
+    slices = [slice(low, min(low + rows_per_panel, slots)) for low in lows]
+    if verifier is None:
+        yield from (_Panel(rows, rows_per_strip, None, None, 0) for rows in slices)
+        return
+    # Anchors ascend, so a panel covers one run of the ascending positions.
+    bounds = torch.stack([torch.stack(verifier.position_S[rows].aminmax()) for rows in slices]).tolist()
+    for rows, (first, last) in zip(slices, bounds, strict=True):
+        logits_PW = verifier.normed_PD[first : last + 1] @ lm_head_WD.T
+        yield _Panel(rows, rows_per_strip, verifier, logits_PW, first)
+
+
+@cache
+def _strip_function(device_type: str) -> Callable[..., Any]:
+    # On CUDA each elementwise pass would travel to memory and back; compiled they are a handful of kernels.
+    return torch.compile(strip_loss) if device_type == "cuda" else strip_loss
 
 
 class _FusedLoss(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_SD: Tensor, markov_SR: Tensor, markov_w2_WR: Tensor, request: _Request
-    ) -> tuple[Tensor, Tensor]:
-        head_WD = request.lm_head_WD
+        ctx: Any,
+        hidden_SD: Tensor,
+        markov_SR: Tensor,
+        markov_w2_WR: Tensor,
+        lm_head_WD: Tensor,
+        targets: SlotTargets,
+        objective: Objective,
+    ) -> tuple[Tensor, ...]:
+        head_WD, mask_AK, K = lm_head_WD, targets.mask_AK, targets.mask_AK.shape[1]
         w2_WR = markov_w2_WR.to(head_WD.dtype)
+        count = mask_AK.sum().clamp(min=1)
         loss = torch.zeros((), device=hidden_SD.device)
-        acceptance_S = torch.zeros(hidden_SD.shape[0], device=hidden_SD.device)
+        stats = SlotStats.empty(hidden_SD.shape[0], hidden_SD.device)
         grad_hidden, grad_markov = torch.empty_like(hidden_SD), torch.empty_like(markov_SR)
         grad_w2 = torch.zeros_like(markov_w2_WR, dtype=torch.float32)
-        wide = request.verifier.lm_head_VD.shape[0] if request.verifier is not None else head_WD.shape[0]
+        verifier = targets.verifier if objective.reads_verifier else None
+        strip_function = _strip_function(hidden_SD.device.type)
         with torch.autocast(hidden_SD.device.type, enabled=False):
-            for rows in _chunks(hidden_SD.shape[0], wide):
-                logits_CW = _logits(hidden_SD[rows], markov_SR[rows], head_WD, w2_WR)
-                part, grad_CW = _chunk_loss_and_gradient(logits_CW, rows, request, acceptance_S)
-                loss += part
-                grad_CW = grad_CW.to(head_WD.dtype)
-                grad_hidden[rows] = (grad_CW @ head_WD).to(grad_hidden.dtype)
-                grad_markov[rows] = (grad_CW @ w2_WR).to(grad_markov.dtype)
-                grad_w2 += (grad_CW.T @ markov_SR[rows].to(head_WD.dtype)).float()
+            for panel in _panels(hidden_SD, head_WD, verifier, K):
+                logits = _logits(hidden_SD[panel.rows], markov_SR[panel.rows], head_WD, w2_WR)
+                for rows, part in panel.strips(logits):
+                    blocks = slice(rows.start // K, rows.stop // K)
+                    part_loss, grad, *found = strip_function(
+                        panel.strip(rows, part), targets.draft_targets_S[rows], mask_AK[blocks], objective, count
+                    )
+                    loss += part_loss
+                    stats.put(rows, found)
+                    part.copy_(grad)
+                grad_hidden[panel.rows] = (logits @ head_WD).to(grad_hidden.dtype)
+                grad_markov[panel.rows] = (logits @ w2_WR).to(grad_markov.dtype)
+                grad_w2 += logits.T @ markov_SR[panel.rows].to(head_WD.dtype)
         ctx.save_for_backward(grad_hidden, grad_markov, grad_w2)
-        ctx.mark_non_differentiable(acceptance_S)
-        return loss, acceptance_S
+        found = (stats.acceptance_S, stats.ce_S, stats.greedy_match_S)
+        ctx.mark_non_differentiable(*found)
+        return loss, *found
 
     @staticmethod
-    def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         hidden, markov, w2 = (grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
-        return hidden, markov, w2, None
-
-
-def _chunk_loss_and_gradient(
-    logits_CW: Tensor, rows: slice, request: _Request, acceptance_S: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Weighted loss of a chunk and its gradient with respect to the logits; fills `acceptance_S[rows]`."""
-    terms, weights_C = request.terms, request.targets.weights_S[rows]
-    log_norm_C = logits_CW.logsumexp(-1, keepdim=True)
-    q_CW = (logits_CW - log_norm_C).exp_()
-    loss_C, scale_C1, grad_CW = torch.zeros_like(weights_C), torch.zeros_like(log_norm_C), None
-    targets_C = request.targets.draft_targets_S[rows]
-    known_C = targets_C >= 0
-    if needs_verifier_distribution(terms):
-        assert request.verifier is not None
-        assert request.targets.last_hidden_SD is not None
-        p_CW = request.verifier.logits(request.targets.last_hidden_SD[rows]).softmax(-1)[:, request.verifier_ids_W]
-        below_CW = q_CW <= p_CW
-        acceptance_S[rows] = torch.where(below_CW, q_CW, p_CW).sum(-1)
-        grad_CW = torch.zeros_like(q_CW)
-        if terms.get("tv"):
-            loss_C += terms["tv"] * (1 - acceptance_S[rows])
-            mass_C1 = (q_CW * below_CW).sum(-1, keepdim=True)
-            grad_CW -= terms["tv"] * q_CW * (below_CW.to(q_CW.dtype) - mass_C1)
-        if terms.get("kl"):
-            mass_C1 = p_CW.sum(-1, keepdim=True)
-            cross_C = (p_CW * logits_CW).sum(-1) - mass_C1[:, 0] * log_norm_C[:, 0]
-            loss_C += terms["kl"] * (torch.xlogy(p_CW, p_CW).sum(-1) - cross_C)
-            scale_C1 = scale_C1 + terms["kl"] * mass_C1
-            grad_CW -= terms["kl"] * p_CW
-    picked_C1 = targets_C.clamp(min=0)[:, None]
-    if terms.get("ce"):
-        ce_C = (log_norm_C - logits_CW.gather(1, picked_C1))[:, 0]
-        loss_C += terms["ce"] * torch.where(known_C, ce_C, 0.0)
-        scale_C1 = scale_C1 + terms["ce"] * known_C[:, None]
-    grad_CW = q_CW.mul_(scale_C1) if grad_CW is None else grad_CW.add_(q_CW * scale_C1)
-    if terms.get("ce"):
-        grad_CW.scatter_add_(1, picked_C1, -terms["ce"] * known_C[:, None].to(grad_CW.dtype))
-    return (loss_C * weights_C).sum(), grad_CW.mul_(weights_C[:, None])
+        return hidden, markov, w2, None, None, None

@@ -4,24 +4,18 @@ Keys and values come from the concatenation [context ; slots] through the same p
 so context tokens never pass through draft MLPs (DSpark paper, section on the DFlash backbone, arXiv 2607.05147).
 The context skips input_layernorm: it is normalised once by `hidden_norm`.
 
-Shape letters: T row tokens, S slots (anchors x block), D hidden, N query heads, M key heads, H head dim, Q queries
-and C keys of one chunk. Parameter names are those of the checkpoint contract.
+Shape letters: T row tokens, S slots (anchors x block), D hidden, N query heads, M key heads, H head dim. Parameter
+names are those of the checkpoint contract.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from dspark_model.attention import AttentionPlan
 from dspark_model.config import DrafterConfig, LayerKind
-from dspark_model.masks import block_mask, context_mask
-
-ANCHORS_PER_CHUNK = 64
-"""Anchors attended at once: bounds the mask to [64 K, context + 64 K] whatever the row's length."""
 
 
 class RMSNorm(nn.Module):
@@ -52,45 +46,6 @@ def apply_rope(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     return (x.float() * cos + torch.cat([-second, first], -1) * sin).to(x.dtype)
 
 
-@dataclass(frozen=True)
-class Chunk:
-    """Anchors of one document attended together: query slots, the context they may see, and the masks."""
-
-    slots: slice
-    context: slice
-    mask_QC: dict[LayerKind, Tensor]
-    """Bool [queries, context + queries] per layer kind."""
-
-
-def make_chunks(starts: tuple[int, ...], anchor_pos_A: Tensor, config: DrafterConfig) -> list[Chunk]:
-    """Split ascending anchors by document, then into chunks; context is cut at the chunk's last anchor."""
-    K, anchors = config.block_size, anchor_pos_A.tolist()
-    chunks, first = [], 0
-    for start, stop in pairwise(starts):
-        end = first
-        while end < len(anchors) and anchors[end] < stop:
-            end += 1
-        for low in range(first, end, ANCHORS_PER_CHUNK):
-            high = min(low + ANCHORS_PER_CHUNK, end)
-            context = slice(start, anchors[high - 1])
-            masks = {
-                kind: _chunk_mask(anchor_pos_A[low:high], context, kind, config)
-                for kind in dict.fromkeys(config.layer_kinds)
-            }
-            chunks.append(Chunk(slice(low * K, high * K), context, masks))
-        first = end
-    return chunks
-
-
-def _chunk_mask(anchor_pos_A: Tensor, context: slice, kind: LayerKind, config: DrafterConfig) -> Tensor:
-    K, A, device = config.block_size, anchor_pos_A.shape[0], anchor_pos_A.device
-    context_pos_C = torch.arange(context.start, context.stop, device=device)
-    seen_AKC = context_mask(anchor_pos_A, context_pos_C, K, kind, config.sliding_window)
-    own_QQ = torch.block_diag(*[torch.ones(K, K, device=device)] * A).bool()
-    own_QQ &= block_mask(K, kind, config.sliding_window, device).repeat(A, A)
-    return torch.cat([seen_AKC.reshape(A * K, -1), own_QQ], 1)
-
-
 class Attention(nn.Module):
     """Grouped-query attention with per-head q and k norms; see the module docstring for what attends to what."""
 
@@ -109,7 +64,7 @@ class Attention(nn.Module):
         self,
         x_SD: Tensor,
         context_TD: Tensor,
-        chunks: list[Chunk],
+        plan: AttentionPlan,
         kind: LayerKind,
         slot_rope: tuple[Tensor, Tensor],
         context_rope: tuple[Tensor, Tensor],
@@ -121,19 +76,7 @@ class Attention(nn.Module):
         v_SMH = self.v_proj(x_SD).unflatten(-1, (-1, H))
         k_TMH = apply_rope(self.k_norm(self.k_proj(context_TD).unflatten(-1, (-1, H))), context_rope)
         v_TMH = self.v_proj(context_TD).unflatten(-1, (-1, H))
-        outputs = []
-        for chunk in chunks:
-            k_CMH = torch.cat([k_TMH[chunk.context], k_SMH[chunk.slots]])
-            v_CMH = torch.cat([v_TMH[chunk.context], v_SMH[chunk.slots]])
-            out_NQH = F.scaled_dot_product_attention(
-                q_SNH[chunk.slots].transpose(0, 1)[None],
-                k_CMH.transpose(0, 1)[None],
-                v_CMH.transpose(0, 1)[None],
-                attn_mask=chunk.mask_QC[kind][None, None],
-                enable_gqa=True,
-            )[0]
-            outputs.append(out_NQH.transpose(0, 1).flatten(1))
-        return self.o_proj(torch.cat(outputs))
+        return self.o_proj(plan.attend(q_SNH, k_TMH, v_TMH, k_SMH, v_SMH, kind))
 
 
 class MLP(nn.Module):
@@ -165,11 +108,11 @@ class DrafterLayer(nn.Module):
         self,
         x_SD: Tensor,
         context_TD: Tensor,
-        chunks: list[Chunk],
+        plan: AttentionPlan,
         slot_rope: tuple[Tensor, Tensor],
         context_rope: tuple[Tensor, Tensor],
     ) -> Tensor:
         """Slot states [S, D] after this layer."""
-        attended_SD = self.self_attn(self.input_layernorm(x_SD), context_TD, chunks, self.kind, slot_rope, context_rope)
+        attended_SD = self.self_attn(self.input_layernorm(x_SD), context_TD, plan, self.kind, slot_rope, context_rope)
         x_SD = x_SD + attended_SD
         return x_SD + self.mlp(self.post_attention_layernorm(x_SD))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from dspark_model.config import ConfigError, DrafterConfig
-from dspark_model.losses import LOSS_TERMS
+from dspark_model.losses import LOSS_TERMS, Weighting
 
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -49,6 +49,9 @@ class TrainConfig:
     max_grad_norm: float
     loss: dict[str, float]
     loss_decay_gamma: float
+    slot_weighting: Weighting
+    """decay: exp(-slot / loss_decay_gamma). dpace: by what each slot adds to the accepted length."""
+    dpace_alpha: float
     confidence_loss_weight: float
     confidence_slots: int
     """Slots per step that train the confidence head when the loss itself does not read the verifier's distribution."""
@@ -66,7 +69,7 @@ class TrainConfig:
         for field in ("steps", "tokens_per_step", "anchors_per_step", "validate_every"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 1")
-        for field, allowed in (("optimizer", Optimizer), ("schedule", Schedule), ("dtype", Dtype)):
+        for field, allowed in (("optimizer", Optimizer), ("schedule", Schedule), ("dtype", Dtype), ("slot_weighting", Weighting)):
             if getattr(self, field) not in get_args(allowed):
                 raise ConfigError(f"{field}={getattr(self, field)!r} must be one of {', '.join(get_args(allowed))}")
         if not 1 <= self.num_speculative_tokens <= self.drafter.proposals_per_block:

@@ -1,10 +1,11 @@
 """The training loop: fp32 masters, low-precision compute, resumable to the bit on CPU, best by walked acceptance.
 
-Shape letters: A anchors, K block slots, S = A K slots, D hidden.
+Shape letters: A anchors, K block slots, S = A K slots, D hidden, R Markov rank, T row tokens.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import os
@@ -18,16 +19,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from dspark_model.anchors import anchor_candidates, draw_anchors
-from dspark_model.batch import PackedRow, pack
+from dspark_model.batch import Document, PackedRow, Slots, pack
 from dspark_model.dataset import Documents
-from dspark_model.drafter import DSparkDrafter
-from dspark_model.fused_loss import FusedTargets, chunked_acceptance_rate, fused_loss
+from dspark_model.drafter import DrafterOutput, DSparkDrafter
+from dspark_model.fused_loss import SlotTargets, acceptance_rates, fused_loss
 from dspark_model.losses import confidence_loss, slot_weights
 from dspark_model.metrics import Acceptance, total, walk_documents
 from dspark_model.schedule import RowSampler, generator_for, learning_rate_factor
+from dspark_model.strip_loss import Objective
 from dspark_model.train_config import TrainConfig, changed_settings
 from dspark_model.training_data import check_data
 from dspark_model.verifier import load_verifier_parts
+from dspark_model.verifier_targets import Normalisers, verifier_targets
 from dspark_model.vocab import verifier_to_draft_ids
 
 log = logging.getLogger("dspark.train")
@@ -74,6 +77,14 @@ class Trainer:
         self.drafter = DSparkDrafter(config.drafter, t2d).to(self.device)
         self.drafter.load_verifier(self.verifier)
         self.draft_ids_V = verifier_to_draft_ids(t2d).to(self.device)
+        self.objective = Objective(
+            terms=config.loss,
+            gamma=config.loss_decay_gamma,
+            weighting=config.slot_weighting,
+            dpace_alpha=config.dpace_alpha,
+            sample_from_anchor=config.drafter.sample_from_anchor,
+        )
+        self.normalisers = Normalisers(self.verifier, self.train_documents.lengths)
         self.optimizers = self._make_optimizers()
         self.sampler = RowSampler(self.train_documents.lengths, config.tokens_per_step, config.seed)
         self.step, self.best, self.best_step, self.seconds = 0, float("-inf"), -1, 0.0
@@ -133,7 +144,7 @@ class Trainer:
         factor = learning_rate_factor(self.step, config.steps, config.warmup_share, config.schedule)
         for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
             group["lr"] = config.learning_rate * factor
-        row = pack([self.train_documents[i] for i in self.sampler.row(self.step)])
+        row = pack([self._document(index) for index in self.sampler.row(self.step)])
         anchors = draw_anchors(row, config.anchors_per_step, generator_for(config.seed, self.step, stream=2))
         candidates = int(anchor_candidates(row).sum())
         if anchors.numel() == 0:
@@ -151,47 +162,73 @@ class Trainer:
             optimizer.zero_grad(set_to_none=True)
         return StepResult(loss.item(), confidence.item(), norm.item(), supervised, anchors.shape[0], candidates)
 
+    @property
+    def _trains_confidence(self) -> bool:
+        return self.drafter.confidence_head is not None and self.config.confidence_loss_weight > 0
+
+    def _document(self, index: int) -> Document:
+        """A training document, with its normalisers where the step's losses need them."""
+        document: Document = self.train_documents[index]
+        reads_verifier = self.objective.reads_verifier or self._trains_confidence
+        if not (reads_verifier and self.config.drafter.reduced_vocab):
+            return document
+        log_norm_T = self.normalisers.of(index, document.last_hidden_TD, document.loss_mask_T)
+        return dataclasses.replace(document, log_norm_T=log_norm_T)
+
     def _loss(self, row: PackedRow, anchors_A: Tensor) -> tuple[Tensor, Tensor, int]:
-        config, architecture, drafter = self.config, self.config.drafter, self.drafter
+        drafter, reduced = self.drafter, self.config.drafter.reduced_vocab
         slots = drafter.slots(row, anchors_A)
-        mask_S = slots.supervision_mask_AK.flatten()
-        count = mask_S.sum().clamp(min=1)
-        weights_K = slot_weights(
-            architecture.block_size,
-            config.loss_decay_gamma,
-            sample_from_anchor=architecture.sample_from_anchor,
-        ).to(self.device)
-        weights_S = mask_S * weights_K.repeat(anchors_A.shape[0])
-        w2 = drafter.markov_head.markov_w2.weight if drafter.markov_head else None
+        mask_AK = slots.supervision_mask_AK
         with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
             output = drafter(row, anchors_A, slots)
-        state_index_S = slots.state_index_AK.flatten()
-        last_SD = row.last_hidden_TD[state_index_S]
-        draft_targets_S = self.draft_ids_V[slots.target_ids_AK.flatten()]
-        targets = FusedTargets(draft_targets_S, weights_S / count, last_SD)
-        loss, acceptance_S = fused_loss(
-            output.hidden_SD, output.markov_SR, drafter.lm_head, w2, targets, config.loss,
-            self.verifier, drafter.verifier_ids_W,
-        )  # fmt: skip
+        targets = SlotTargets(
+            draft_targets_S=self.draft_ids_V[slots.target_ids_AK.flatten()],
+            mask_AK=mask_AK,
+            verifier=(
+                verifier_targets(self.verifier, row, slots.state_index_AK, reduced_vocab=reduced)
+                if self.objective.reads_verifier
+                else None
+            ),
+        )
+        loss, stats = fused_loss(
+            output.hidden_SD, output.markov_SR, drafter.lm_head, drafter.markov_w2_WR, targets, self.objective
+        )
         confidence = torch.zeros((), device=self.device)
-        if drafter.confidence_head is not None and config.confidence_loss_weight:
-            # Without p at hand, a sample of whole blocks is enough to train one linear layer.
-            rows_S = torch.arange(mask_S.shape[0], device=self.device)
-            if acceptance_S is None:
-                stride = mask_S.shape[0] // max(1, config.confidence_slots)
-                stride = min(max(1, stride), anchors_A.shape[0])  # at least one block
-                rows_S = rows_S[(rows_S // architecture.block_size) % stride == self.step % stride]
-                acceptance_S = chunked_acceptance_rate(
-                    output.hidden_SD[rows_S], None if output.markov_SR is None else output.markov_SR[rows_S],
-                    drafter.lm_head, w2, last_SD[rows_S], self.verifier, drafter.verifier_ids_W,
-                )  # fmt: skip
-            hidden, markov = output.hidden_SD[rows_S], output.prev_embedding_SR
-            markov = None if markov is None else markov[rows_S]
-            if config.detach_confidence:
-                hidden, markov = hidden.detach(), None if markov is None else markov.detach()
-            logits = drafter.confidence_head(hidden, markov)
-            confidence = confidence_loss(logits, acceptance_S, weights_S[rows_S], mask_S[rows_S].sum().clamp(min=1))
-        return loss, confidence, int(mask_S.sum())
+        if self._trains_confidence:
+            acceptance_S = stats.acceptance_S if self.objective.reads_verifier else None
+            confidence = self._confidence_loss(row, slots, output, acceptance_S)
+        return loss, confidence, int(mask_AK.sum())
+
+    def _confidence_loss(
+        self, row: PackedRow, slots: Slots, output: DrafterOutput, acceptance_S: Tensor | None
+    ) -> Tensor:
+        """Without acceptance rates at hand, a sample of whole blocks is enough to train one linear layer."""
+        config, drafter, K = self.config, self.drafter, self.config.drafter.block_size
+        assert drafter.confidence_head is not None
+        mask_AK = slots.supervision_mask_AK
+        chosen_A = torch.arange(mask_AK.shape[0], device=self.device)
+        if acceptance_S is None:
+            stride = min(max(1, mask_AK.numel() // max(1, config.confidence_slots)), mask_AK.shape[0])
+            chosen_A = chosen_A[chosen_A % stride == self.step % stride]
+        rows_S = (chosen_A[:, None] * K + torch.arange(K, device=self.device)).flatten()
+        hidden_SD = output.hidden_SD[rows_S]
+        if acceptance_S is None:
+            markov_SR = None if output.markov_SR is None else output.markov_SR[rows_S]
+            verifier = verifier_targets(
+                self.verifier, row, slots.state_index_AK[chosen_A], reduced_vocab=config.drafter.reduced_vocab
+            )
+            acceptance_S = acceptance_rates(
+                hidden_SD, markov_SR, drafter.lm_head, drafter.markov_w2_WR, verifier, K
+            )
+        embedding_SR = None if output.prev_embedding_SR is None else output.prev_embedding_SR[rows_S]
+        if config.detach_confidence:
+            hidden_SD, embedding_SR = hidden_SD.detach(), None if embedding_SR is None else embedding_SR.detach()
+        weights_K = slot_weights(
+            K, config.loss_decay_gamma, sample_from_anchor=config.drafter.sample_from_anchor
+        ).to(self.device)
+        weights_S = (mask_AK[chosen_A] * weights_K).flatten()
+        logits_S = drafter.confidence_head(hidden_SD, embedding_SR)
+        return confidence_loss(logits_S, acceptance_S, weights_S, mask_AK[chosen_A].sum().clamp(min=1))
 
     def validate(self) -> Acceptance:
         """Walk the held-out documents; keep the weights if the acceptance length is the best so far."""

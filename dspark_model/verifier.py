@@ -25,11 +25,17 @@ class VerifierParts:
     lm_head_VD: Tensor
     norm_D: Tensor
     norm_eps: float
+    logit_softcap: float | None = None
+
+    def normed(self, last_hidden_prenorm: Tensor) -> Tensor:
+        """States after the final norm (computed in float32), in the head's dtype."""
+        normed = F.rms_norm(last_hidden_prenorm.float(), self.norm_D.shape, self.norm_D.float(), self.norm_eps)
+        return normed.to(self.lm_head_VD.dtype)
 
     def logits(self, last_hidden_prenorm: Tensor) -> Tensor:
         """Float32 logits [..., V] of states taken before the final norm."""
-        normed = F.rms_norm(last_hidden_prenorm.float(), self.norm_D.shape, self.norm_D.float(), self.norm_eps)
-        return F.linear(normed.to(self.lm_head_VD.dtype), self.lm_head_VD).float()
+        logits = F.linear(self.normed(last_hidden_prenorm), self.lm_head_VD).float()
+        return logits if self.logit_softcap is None else self.logit_softcap * (logits / self.logit_softcap).tanh()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> VerifierParts:
         """The same parts on another device, in another dtype."""
@@ -38,6 +44,7 @@ class VerifierParts:
             self.lm_head_VD.to(device, dtype),
             self.norm_D.to(device),
             self.norm_eps,
+            self.logit_softcap,
         )
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from dspark_model import layers
+from dspark_model import attention
+from dspark_model.attention import ChunkedPlan
 from dspark_model.batch import PackedRow, make_slots
 from dspark_model.drafter import DrafterOutput, DSparkDrafter
-from dspark_model.layers import make_chunks, rope_tables
+from dspark_model.flex_attention import FlexPlan
+from dspark_model.layers import rope_tables
 from tests.dspark_model.dense_reference import dense_forward
 from tests.dspark_model.tiny import three_document_row, tiny_config, tiny_drafter
 
@@ -40,7 +42,7 @@ def replace(row: PackedRow, **columns: Any) -> PackedRow:
 @pytest.mark.parametrize("per_chunk", [1, 2, 64])
 @pytest.mark.parametrize("kinds", KINDS)
 def test_values_and_parameter_gradients_equal_a_dense_forward(kinds, per_chunk, monkeypatch):
-    monkeypatch.setattr(layers, "ANCHORS_PER_CHUNK", per_chunk)
+    monkeypatch.setattr(attention, "ANCHORS_PER_CHUNK", per_chunk)
     drafter, row = tiny_drafter(tiny_config(layer_kinds=kinds)), three_document_row()
     output = run(drafter, row).hidden_SD
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
@@ -52,6 +54,18 @@ def test_values_and_parameter_gradients_equal_a_dense_forward(kinds, per_chunk, 
     for name, parameter in drafter.trainable_state().items():
         if not name.startswith(("markov_head", "confidence_head")):
             torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("kinds", KINDS)
+def test_flex_attention_gives_the_same(kinds, monkeypatch):
+    """CUDA's plan, here through FlexAttention's own uncompiled path."""
+    drafter, row = tiny_drafter(tiny_config(layer_kinds=kinds)), three_document_row()
+    expected = run(drafter, row).hidden_SD
+    monkeypatch.setattr(
+        "dspark_model.drafter.plan_attention", lambda row, anchors, config: FlexPlan(row.document_ids_T, anchors, config)
+    )
+    with torch.no_grad():
+        torch.testing.assert_close(run(drafter, row).hidden_SD, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("window", [1, 2, 3, 9])
@@ -123,7 +137,7 @@ def test_sliding_layers_are_causal_inside_the_block_and_full_layers_are_not(kind
     g = torch.Generator().manual_seed(3)
     context_TD, x_SD = torch.randn(9, 12, generator=g), torch.randn(K, 12, generator=g, requires_grad=True)
     rope = [rope_tables(torch.arange(n) + first, config.head_dim, 100.0) for n, first in ((K, 6), (9, 0))]
-    output = layer(x_SD, context_TD, make_chunks((0, 9), torch.tensor([6]), config), *rope)
+    output = layer(x_SD, context_TD, ChunkedPlan((0, 9), torch.tensor([6]), config), *rope)
     reach = torch.stack(
         [torch.autograd.grad(out.pow(2).sum(), x_SD, retain_graph=True)[0].abs().sum(-1) for out in output]
     )

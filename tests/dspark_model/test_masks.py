@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.attention.flex_attention import create_mask
 
+from dspark_model.attention import ChunkedPlan
 from dspark_model.batch import pack
-from dspark_model.layers import make_chunks
+from dspark_model.flex_attention import mask_function
 from dspark_model.masks import block_mask, context_mask
 from tests.dspark_model.dense_reference import dense_mask
 from tests.dspark_model.tiny import answer, tiny_config
@@ -41,26 +43,49 @@ def test_every_query_sees_at_least_itself():
         assert block_mask(5, kind, 1, CPU).diagonal().all()
 
 
-def test_chunks_cut_the_dense_mask_and_cut_away_nothing_visible(monkeypatch):
-    monkeypatch.setattr("dspark_model.layers.ANCHORS_PER_CHUNK", 3)
-    config = tiny_config(layer_kinds=("full", "sliding"))
+@pytest.mark.parametrize("kinds", [("full", "sliding"), ("sliding", "sliding")])
+def test_chunks_cut_the_dense_mask_and_cut_away_nothing_visible(kinds, monkeypatch):
+    monkeypatch.setattr("dspark_model.attention.ANCHORS_PER_CHUNK", 3)
+    config = tiny_config(layer_kinds=kinds)
     row = pack([answer(2, 12, seed=1), answer(1, 4, seed=2), answer(2, 9, seed=3)])
     anchors = [1, 3, 4, 5, 9, 12, 20, 22, 27]
     total = row.input_ids_T.shape[0]
-    chunks = make_chunks(row.starts, torch.tensor(anchors), config)
+    by_document = ChunkedPlan(row.starts, torch.tensor(anchors), config).chunks
+    chunks = [chunk for document in by_document for chunk in document]
     assert [chunk.slots.stop - chunk.slots.start for chunk in chunks] == [12, 12, 12]
     assert [chunk.slots.start for chunk in chunks] == [0, 12, 24], "slots in order, none twice"
-    for kind in ("full", "sliding"):
+    for kind in dict.fromkeys(kinds):
         dense = dense_mask(row, anchors, config, kind)
         rebuilt = torch.zeros_like(dense)
-        for chunk in chunks:
-            seen = chunk.context.stop - chunk.context.start
-            rebuilt[chunk.slots, chunk.context] = chunk.mask_QC[kind][:, :seen]
-            rebuilt[chunk.slots, total + chunk.slots.start : total + chunk.slots.stop] = chunk.mask_QC[kind][:, seen:]
+        for start, document in zip(row.starts, by_document, strict=False):
+            for chunk in document:
+                seen, slots = chunk.context.stop - chunk.context.start, chunk.slots
+                rebuilt[slots, start + chunk.context.start : start + chunk.context.stop] = chunk.mask_QC[kind][:, :seen]
+                rebuilt[slots, total + slots.start : total + slots.stop] = chunk.mask_QC[kind][:, seen:]
         assert torch.equal(rebuilt, dense)
 
 
 def test_documents_without_anchors_make_no_chunk():
     row = pack([answer(2, 3), answer(2, 3), answer(2, 3)])
-    chunks = make_chunks(row.starts, torch.tensor([7]), tiny_config())
-    assert [(chunk.slots, chunk.context) for chunk in chunks] == [(slice(0, 4), slice(5, 7))]
+    plan = ChunkedPlan(row.starts, torch.tensor([7]), tiny_config())
+    found = [[(chunk.slots, chunk.context) for chunk in document] for document in plan.chunks]
+    assert found == [[], [(slice(0, 4), slice(0, 2))], []]
+
+
+def test_context_that_no_layer_can_see_is_cut_off():
+    """Window 5: slot 0 of the first anchor (9) sees 5..8, nothing of the chunk sees 4."""
+    row = pack([answer(2, 3), answer(2, 12)])
+    config = tiny_config(layer_kinds=("sliding", "sliding"), sliding_window=5)
+    (chunk,) = ChunkedPlan(row.starts, torch.tensor([14, 16]), config).chunks[1]
+    assert chunk.context == slice(5, 11)
+
+
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_the_flex_attention_rule_is_the_dense_mask(kind):
+    config = tiny_config(layer_kinds=("full", "sliding"))
+    row = pack([answer(2, 12, seed=1), answer(1, 4, seed=2), answer(2, 9, seed=3)])
+    anchors = [1, 3, 4, 5, 9, 12, 14, 20, 22, 27]
+    slots, keys = len(anchors) * config.block_size, row.input_ids_T.shape[0] + len(anchors) * config.block_size
+    rule = mask_function(row.document_ids_T, torch.tensor(anchors), config, kind)
+    mask = create_mask(rule, None, None, slots, keys, device="cpu")[0, 0]
+    assert torch.equal(mask, dense_mask(row, anchors, config, kind))

@@ -185,8 +185,8 @@ def test_non_finite_gradients_stop_the_run_and_spare_the_weights(data, tmp_path)
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"loss": {"jsd": 1.0}}, r"loss=\{'jsd': 1.0\} must weight"),
-        ({"loss": {"ce": 0.0}}, "must weight at least one of ce, kl, tv"),
+        ({"loss": {"hinge": 1.0}}, r"loss=\{'hinge': 1.0\} must weight"),
+        ({"loss": {"ce": 0.0}}, "must weight at least one of ce, kl, rkl"),
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"optimizer": "sgd"}, "optimizer='sgd' must be one of adamw, muon"),
         ({"schedule": "step"}, "schedule='step' must be one of cosine, linear, constant"),
