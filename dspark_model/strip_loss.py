@@ -32,6 +32,7 @@ from dspark_model.losses import (
     slot_weights,
 )
 
+
 @dataclass(frozen=True, kw_only=True)
 class Objective:
     """What a step minimises; arguments of `losses.reference_loss`."""

@@ -69,7 +69,12 @@ class TrainConfig:
         for field in ("steps", "tokens_per_step", "anchors_per_step", "validate_every"):
             if getattr(self, field) < 1:
                 raise ConfigError(f"{field}={getattr(self, field)} must be at least 1")
-        for field, allowed in (("optimizer", Optimizer), ("schedule", Schedule), ("dtype", Dtype), ("slot_weighting", Weighting)):
+        for field, allowed in (
+            ("optimizer", Optimizer),
+            ("schedule", Schedule),
+            ("dtype", Dtype),
+            ("slot_weighting", Weighting),
+        ):
             if getattr(self, field) not in get_args(allowed):
                 raise ConfigError(f"{field}={getattr(self, field)!r} must be one of {', '.join(get_args(allowed))}")
         if not 1 <= self.num_speculative_tokens <= self.drafter.proposals_per_block:

@@ -217,15 +217,13 @@ class Trainer:
             verifier = verifier_targets(
                 self.verifier, row, slots.state_index_AK[chosen_A], reduced_vocab=config.drafter.reduced_vocab
             )
-            acceptance_S = acceptance_rates(
-                hidden_SD, markov_SR, drafter.lm_head, drafter.markov_w2_WR, verifier, K
-            )
+            acceptance_S = acceptance_rates(hidden_SD, markov_SR, drafter.lm_head, drafter.markov_w2_WR, verifier, K)
         embedding_SR = None if output.prev_embedding_SR is None else output.prev_embedding_SR[rows_S]
         if config.detach_confidence:
             hidden_SD, embedding_SR = hidden_SD.detach(), None if embedding_SR is None else embedding_SR.detach()
-        weights_K = slot_weights(
-            K, config.loss_decay_gamma, sample_from_anchor=config.drafter.sample_from_anchor
-        ).to(self.device)
+        weights_K = slot_weights(K, config.loss_decay_gamma, sample_from_anchor=config.drafter.sample_from_anchor).to(
+            self.device
+        )
         weights_S = (mask_AK[chosen_A] * weights_K).flatten()
         logits_S = drafter.confidence_head(hidden_SD, embedding_SR)
         return confidence_loss(logits_S, acceptance_S, weights_S, mask_AK[chosen_A].sum().clamp(min=1))
