@@ -103,7 +103,10 @@ class DSparkDrafter(nn.Module):
             )
         device = self.fc.weight.device
         self.embed_tokens.data = parts.embed_VD.to(device=device, dtype=dtype)
-        self.lm_head.data = parts.lm_head_VD[self.t2d.to(parts.lm_head_VD.device)].to(device=device, dtype=dtype)
+        head_VD = parts.lm_head_VD
+        if self.config.reduced_vocab:  # the whole head is shared with the verifier's, not copied
+            head_VD = head_VD[self.t2d.to(head_VD.device)]
+        self.lm_head.data = head_VD.to(device=device, dtype=dtype)
         with torch.no_grad():
             self.norm.weight.copy_(parts.norm_D)
 

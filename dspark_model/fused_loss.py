@@ -1,4 +1,4 @@
-"""The losses of `losses.py`, chunked and fused: logits [S, W] never exist beyond one panel, float32 ones beyond a strip.
+"""The losses of `losses.py`, chunked and fused: logits never exist beyond one panel, float32 ones beyond a strip.
 
 A panel of slots goes through the matrix products (large, so that they run at full speed); its logits are then worked
 through strip by strip (small, so that the dozen elementwise passes stay in cache). The gradient is made during the
@@ -199,12 +199,16 @@ class _FusedLoss(torch.autograd.Function):
                 grad_hidden[panel.rows] = (logits @ head_WD).to(grad_hidden.dtype)
                 grad_markov[panel.rows] = (logits @ w2_WR).to(grad_markov.dtype)
                 grad_w2 += logits.T @ markov_SR[panel.rows].to(head_WD.dtype)
-        ctx.save_for_backward(grad_hidden, grad_markov, grad_w2)
+        ctx.gradients = (grad_hidden, grad_markov, grad_w2)
         found = (stats.acceptance_S, stats.ce_S, stats.greedy_match_S)
         ctx.mark_non_differentiable(*found)
         return loss, *found
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-        hidden, markov, w2 = (grad * grad_loss.to(grad.dtype) for grad in ctx.saved_tensors)
+        # In place, since each is as large as a parameter: so a second backward must fail, as it does elsewhere.
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError("fused_loss: backward was already called; run the forward again")
+        hidden, markov, w2 = (gradient.mul_(grad_loss.to(gradient.dtype)) for gradient in gradients)
         return hidden, markov, w2, None, None, None

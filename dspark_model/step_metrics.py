@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,8 +53,8 @@ class StepMetrics:
             merged[name] = (total, weight) if before is None else (before[0] + total, before[1] + weight)
         return StepMetrics(merged)
 
-    def means(self) -> dict[str, float | list[float]]:
-        """Sum / weight by name, a list for metrics per position, nan where nothing was seen; waits for the device once.
+    def means(self) -> dict[str, Any]:
+        """Sum / weight by name, a float or a list per position, nan where nothing was seen; waits for the device once.
 
         The calibration bins are reported as `confidence_ece` per position: sum over bins of
         |sum of predictions - sum of outcomes| / number of predictions.

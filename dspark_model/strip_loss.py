@@ -210,7 +210,7 @@ def _expected_length(alpha_C: Tensor, mask_BK: Tensor) -> tuple[Tensor, Tensor]:
 def _reverse_terms(
     terms: Mapping[str, float], p_CW: Tensor, q_CW: Tensor, log_p_CW: Tensor, log_q_CW: Tensor
 ) -> list[tuple[str, Tensor, Tensor, float]]:
-    """(term, inner, constant, rate) for losses rate * sum q inner + constant whose gradient is rate q (inner - mean)."""
+    """(term, inner, constant, rate): the loss is rate * sum q inner + constant, its gradient rate q (inner - mean)."""
     found = []
     if terms.get("rkl"):
         found.append(("rkl", log_q_CW - log_p_CW, torch.zeros_like(p_CW[:, 0]), 1.0))

@@ -1,13 +1,11 @@
-"""The training loop: fp32 masters, low-precision compute, resumable to the bit on CPU, best by walked acceptance.
-
-Shape letters: A anchors, K block slots, S = A K slots, D hidden, R Markov rank, T row tokens.
-"""
+"""The training loop: fp32 masters, low-precision compute, resumable to the bit on CPU, best by walked acceptance."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
+import math
 import os
 import time
 from dataclasses import dataclass
@@ -16,27 +14,27 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
 
 from dspark_model.anchors import anchor_candidates, draw_anchors
-from dspark_model.batch import Document, PackedRow, Slots, pack
+from dspark_model.batch import Document, pack
 from dspark_model.dataset import Documents
-from dspark_model.drafter import DrafterOutput, DSparkDrafter
-from dspark_model.fused_loss import SlotTargets, acceptance_rates, fused_loss
-from dspark_model.losses import confidence_loss, slot_weights
+from dspark_model.drafter import DSparkDrafter
 from dspark_model.metrics import Acceptance, total, walk_documents
 from dspark_model.schedule import RowSampler, generator_for, learning_rate_factor
+from dspark_model.step_loss import ConfidenceObjective, Criterion
+from dspark_model.step_metrics import StepMetrics
 from dspark_model.strip_loss import Objective
 from dspark_model.train_config import TrainConfig, changed_settings
 from dspark_model.training_data import check_data
 from dspark_model.verifier import load_verifier_parts
-from dspark_model.verifier_targets import Normalisers, verifier_targets
-from dspark_model.vocab import verifier_to_draft_ids
+from dspark_model.verifier_targets import Normalisers
 
 log = logging.getLogger("dspark.train")
 CHECKPOINT = "checkpoint.pt"
 BEST = "best.pt"
 HISTORY = "history.jsonl"
+LOG_LINES = 40
+"""Lines about steps in the log of a run; each carries the figures of all steps since the last."""
 
 
 class ResumeError(RuntimeError):
@@ -76,19 +74,28 @@ class Trainer:
         torch.manual_seed(config.seed)
         self.drafter = DSparkDrafter(config.drafter, t2d).to(self.device)
         self.drafter.load_verifier(self.verifier)
-        self.draft_ids_V = verifier_to_draft_ids(t2d).to(self.device)
-        self.objective = Objective(
-            terms=config.loss,
-            gamma=config.loss_decay_gamma,
-            weighting=config.slot_weighting,
-            dpace_alpha=config.dpace_alpha,
-            sample_from_anchor=config.drafter.sample_from_anchor,
+        self.criterion = Criterion(
+            self.drafter,
+            self.verifier,
+            Objective(
+                terms=config.loss,
+                gamma=config.loss_decay_gamma,
+                weighting=config.slot_weighting,
+                dpace_alpha=config.dpace_alpha,
+                sample_from_anchor=config.drafter.sample_from_anchor,
+            ),
+            ConfidenceObjective(
+                weight=config.confidence_loss_weight, slots=config.confidence_slots, detach=config.detach_confidence
+            ),
+            self.dtype,
         )
         self.normalisers = Normalisers(self.verifier, self.train_documents.lengths)
         self.optimizers = self._make_optimizers()
         self.sampler = RowSampler(self.train_documents.lengths, config.tokens_per_step, config.seed)
         self.step, self.best, self.best_step, self.seconds = 0, float("-inf"), -1, 0.0
         self.history: list[dict[str, Any]] = []
+        self.recent = StepMetrics()
+        """Since the last line of the log."""
         self.stop_requested = False
         self._resume()
 
@@ -150,8 +157,8 @@ class Trainer:
         if anchors.numel() == 0:
             return StepResult(0.0, 0.0, 0.0, 0, 0, candidates)
         row, anchors = row.to(self.device), anchors.to(self.device)
-        loss, confidence, supervised = self._loss(row, anchors)
-        (loss + config.confidence_loss_weight * confidence).backward()
+        found = self.criterion(row, anchors, self.step)
+        (found.loss + config.confidence_loss_weight * found.confidence).backward()
         norm = torch.nn.utils.clip_grad_norm_(self.drafter.trainable_state().values(), config.max_grad_norm)
         if not torch.isfinite(norm):
             raise FloatingPointError(
@@ -160,73 +167,23 @@ class Trainer:
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        return StepResult(loss.item(), confidence.item(), norm.item(), supervised, anchors.shape[0], candidates)
-
-    @property
-    def _trains_confidence(self) -> bool:
-        return self.drafter.confidence_head is not None and self.config.confidence_loss_weight > 0
+        self.recent += found.metrics
+        return StepResult(
+            found.loss.item(),
+            found.confidence.item(),
+            norm.item(),
+            int(found.supervised_slots),
+            anchors.shape[0],
+            candidates,
+        )
 
     def _document(self, index: int) -> Document:
         """A training document, with its normalisers where the step's losses need them."""
         document: Document = self.train_documents[index]
-        reads_verifier = self.objective.reads_verifier or self._trains_confidence
-        if not (reads_verifier and self.config.drafter.reduced_vocab):
+        if not self.criterion.needs_normalisers:
             return document
         log_norm_T = self.normalisers.of(index, document.last_hidden_TD, document.loss_mask_T)
         return dataclasses.replace(document, log_norm_T=log_norm_T)
-
-    def _loss(self, row: PackedRow, anchors_A: Tensor) -> tuple[Tensor, Tensor, int]:
-        drafter, reduced = self.drafter, self.config.drafter.reduced_vocab
-        slots = drafter.slots(row, anchors_A)
-        mask_AK = slots.supervision_mask_AK
-        with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.dtype != torch.float32):
-            output = drafter(row, anchors_A, slots)
-        targets = SlotTargets(
-            draft_targets_S=self.draft_ids_V[slots.target_ids_AK.flatten()],
-            mask_AK=mask_AK,
-            verifier=(
-                verifier_targets(self.verifier, row, slots.state_index_AK, reduced_vocab=reduced)
-                if self.objective.reads_verifier
-                else None
-            ),
-        )
-        loss, stats = fused_loss(
-            output.hidden_SD, output.markov_SR, drafter.lm_head, drafter.markov_w2_WR, targets, self.objective
-        )
-        confidence = torch.zeros((), device=self.device)
-        if self._trains_confidence:
-            acceptance_S = stats.acceptance_S if self.objective.reads_verifier else None
-            confidence = self._confidence_loss(row, slots, output, acceptance_S)
-        return loss, confidence, int(mask_AK.sum())
-
-    def _confidence_loss(
-        self, row: PackedRow, slots: Slots, output: DrafterOutput, acceptance_S: Tensor | None
-    ) -> Tensor:
-        """Without acceptance rates at hand, a sample of whole blocks is enough to train one linear layer."""
-        config, drafter, K = self.config, self.drafter, self.config.drafter.block_size
-        assert drafter.confidence_head is not None
-        mask_AK = slots.supervision_mask_AK
-        chosen_A = torch.arange(mask_AK.shape[0], device=self.device)
-        if acceptance_S is None:
-            stride = min(max(1, mask_AK.numel() // max(1, config.confidence_slots)), mask_AK.shape[0])
-            chosen_A = chosen_A[chosen_A % stride == self.step % stride]
-        rows_S = (chosen_A[:, None] * K + torch.arange(K, device=self.device)).flatten()
-        hidden_SD = output.hidden_SD[rows_S]
-        if acceptance_S is None:
-            markov_SR = None if output.markov_SR is None else output.markov_SR[rows_S]
-            verifier = verifier_targets(
-                self.verifier, row, slots.state_index_AK[chosen_A], reduced_vocab=config.drafter.reduced_vocab
-            )
-            acceptance_S = acceptance_rates(hidden_SD, markov_SR, drafter.lm_head, drafter.markov_w2_WR, verifier, K)
-        embedding_SR = None if output.prev_embedding_SR is None else output.prev_embedding_SR[rows_S]
-        if config.detach_confidence:
-            hidden_SD, embedding_SR = hidden_SD.detach(), None if embedding_SR is None else embedding_SR.detach()
-        weights_K = slot_weights(K, config.loss_decay_gamma, sample_from_anchor=config.drafter.sample_from_anchor).to(
-            self.device
-        )
-        weights_S = (mask_AK[chosen_A] * weights_K).flatten()
-        logits_S = drafter.confidence_head(hidden_SD, embedding_SR)
-        return confidence_loss(logits_S, acceptance_S, weights_S, mask_AK[chosen_A].sum().clamp(min=1))
 
     def validate(self) -> Acceptance:
         """Walk the held-out documents; keep the weights if the acceptance length is the best so far."""
@@ -255,22 +212,25 @@ class Trainer:
         return acceptance
 
     def _record(self, result: StepResult) -> None:
+        entry = {
+            "step": self.step,
+            "seconds": round(self.seconds, 2),
+            "learning_rate": self.optimizers[0].param_groups[0]["lr"],
+            **vars(result),
+        }
+        self.history.append(entry)
+        if self.step % max(1, self.config.steps // LOG_LINES) and self.step != 1:
+            return
+        means, self.recent = self.recent.means(), StepMetrics()
+        entry["metrics"] = {name: _none_for_nan(mean) for name, mean in means.items()}
         rate = self.step / max(self.seconds, 1e-9)
-        self.history.append(
-            {
-                "step": self.step,
-                "seconds": round(self.seconds, 2),
-                "learning_rate": self.optimizers[0].param_groups[0]["lr"],
-                **vars(result),
-            }
-        )
-        if self.step % max(1, self.config.steps // 40) == 0 or self.step == 1:
-            log.info(
-                "step %d/%d loss %.3f grad norm %.2f anchor coverage %.0f%% %.2f steps/s, %.0f s left",
-                self.step, self.config.steps, result.loss, result.grad_norm,
-                100 * result.anchors / max(1, result.anchor_candidates), rate,
-                (self.config.steps - self.step) / rate,
-            )  # fmt: skip
+        log.info(
+            "step %d/%d loss %.3f accuracy %.1f%%%s grad norm %.2f anchor coverage %.0f%% %.2f steps/s, %.0f s left",
+            self.step, self.config.steps, result.loss, 100 * means.get("accuracy", float("nan")),
+            f" acceptance rate {means['acceptance_rate']:.3f}" if "acceptance_rate" in means else "",
+            result.grad_norm, 100 * result.anchors / max(1, result.anchor_candidates), rate,
+            (self.config.steps - self.step) / rate,
+        )  # fmt: skip
 
     def save(self) -> None:
         """Write the resumable checkpoint and the history, atomically."""
@@ -283,6 +243,7 @@ class Trainer:
             "drafter": self.drafter.trainable_state(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "history": self.history,
+            "recent": dict(self.recent.pairs),
         }
         _save_atomically(state, self.config.scratch / CHECKPOINT)
         lines = "".join(json.dumps(entry) + "\n" for entry in self.history)
@@ -300,7 +261,7 @@ class Trainer:
                 "set them back to continue it, or delete it to start anew"
             )
         self.step, self.seconds, self.history = state["step"], state["seconds"], state["history"]
-        self.best, self.best_step = state["best"], state["best_step"]
+        self.best, self.best_step, self.recent = state["best"], state["best_step"], StepMetrics(state["recent"])
         with torch.no_grad():
             for name, parameter in self.drafter.trainable_state().items():
                 parameter.copy_(state["drafter"][name])
@@ -315,6 +276,13 @@ class Trainer:
             for name, parameter in self.drafter.trainable_state().items():
                 parameter.copy_(best[name])
         return self.drafter
+
+
+def _none_for_nan(mean: float | list[float]) -> Any:
+    """JSON has no nan."""
+    if isinstance(mean, list):
+        return [_none_for_nan(value) for value in mean]
+    return None if math.isnan(mean) else mean
 
 
 def _save_atomically(state: Any, path: Path) -> None:

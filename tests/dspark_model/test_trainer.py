@@ -110,8 +110,8 @@ def test_a_detached_confidence_head_leaves_the_backbone_alone(data, tmp_path):
             run_config(data, tmp_path / str(weight), detach_confidence=True, confidence_loss_weight=weight)
         )
         row, anchors = pack([trainer.train_documents[0]]), torch.tensor([6, 9])
-        loss, confidence, _ = trainer._loss(row, anchors)
-        (loss + weight * confidence).backward()
+        found = trainer.criterion(row, anchors)
+        (found.loss + weight * found.confidence).backward()
         gradients.append({n: p.grad for n, p in trainer.drafter.trainable_state().items() if "confidence" not in n})
     assert not differing(*gradients)
 
@@ -123,6 +123,7 @@ def test_history_holds_counts_of_every_step(data, tmp_path):
     assert [entry["step"] for entry in steps] == [1, 2, 3, 4, 5, 6]
     assert {entry["anchors"] for entry in steps} == {24}
     assert {entry["anchor_candidates"] for entry in steps} == {2 * ANSWER}
+    assert all(entry["metrics"]["draft_vocab_coverage"] > 0 for entry in steps)
     validations = [entry for entry in history(config) if "drafts" in entry]
     assert [entry["step"] for entry in validations] == [4, 6]
     for entry in validations:
