@@ -1,27 +1,39 @@
-"""Random drafters, verifier parts and packed rows of a given size: what a benchmark needs instead of a trained model.
+"""Drafters, verifiers and rows of a given size, made from a seed: what a benchmark needs instead of a trained model.
 
-Time and memory of a step depend on shapes, not on what the numbers mean. Needs torch only.
-Shape letters: T row tokens, F fused aux width, D hidden, V verifier vocabulary, A anchors, K block slots, S = A K.
+Time and memory of a step depend on shapes, not on what the numbers mean. Values are still chosen so that a loss can be
+compared with another trainer's: the data are greedy answers (each supervised token is the verifier's most likely one
+after the state before it), and the verifier gives next to nothing to tokens outside the draft vocabulary, which other
+trainers leave out of the verifier's distribution.
+
+Needs torch only. Shape letters: T row tokens, F fused aux width, D hidden, V verifier vocabulary, W draft vocabulary,
+A anchors, K block slots, S = A K.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from dspark_model.anchors import draw_anchors
-from dspark_model.batch import Document, PackedRow, Slots, make_slots, pack
-from dspark_model.config import DrafterConfig
-from dspark_model.drafter import DrafterOutput, DSparkDrafter
-from dspark_model.fused_loss import FusedTargets, fused_loss
-from dspark_model.losses import slot_weights
+from dspark_model.batch import Document, PackedRow, pack
+from dspark_model.config import DrafterConfig, LayerKind
+from dspark_model.drafter import DSparkDrafter
+from dspark_model.losses import reference_loss
+from dspark_model.reference_forward import dense_forward
+from dspark_model.step_loss import ConfidenceObjective, Criterion
+from dspark_model.strip_loss import Objective
 from dspark_model.verifier import VerifierParts
+from dspark_model.verifier_targets import log_normalisers
 from dspark_model.vocab import verifier_to_draft_ids
 
+GAMMA = 4.0
 PROMPT_SHARE = 4
 """One in so many tokens of a document is prompt: read, not predicted."""
+OUTSIDE_LOGIT = -60.0
+"""About where the verifier's logits of tokens outside the draft vocabulary lie."""
+ROWS_AT_ONCE = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +53,10 @@ class Size:
     tokens: int
     document_tokens: int
     anchors: int
+    layer_kind: LayerKind = "sliding"
 
     def drafter_config(self) -> DrafterConfig:
-        """The architecture: three auxiliary layers, full attention, no confidence head."""
+        """The architecture: three auxiliary layers, all heads, a window longer than any document."""
         return DrafterConfig(
             hidden_size=self.hidden_size,
             intermediate_size=self.intermediate_size,
@@ -58,14 +71,14 @@ class Size:
             aux_hidden_state_layer_ids=(2, 14, 25),
             mask_token_id=self.verifier_vocab_size - 1,
             markov_rank=self.markov_rank,
-            confidence_head=False,
-            confidence_with_markov=False,
+            confidence_head=True,
+            confidence_with_markov=True,
             sample_from_anchor=True,
-            layer_kinds=("full",) * self.num_layers,
-            sliding_window=2048,
-            rms_norm_eps=1e-5,
-            rope_theta=10000.0,
-            max_position_embeddings=2048,
+            layer_kinds=(self.layer_kind,) * self.num_layers,
+            sliding_window=4096,
+            rms_norm_eps=1e-6,
+            rope_theta=1e6,
+            max_position_embeddings=8192,
         )
 
 
@@ -76,91 +89,141 @@ class Step:
     drafter: DSparkDrafter
     verifier: VerifierParts
     row: PackedRow
-    anchor_pos_A: Tensor
-    slots: Slots
-    draft_targets_S: Tensor
-    """Draft ids, -1 where the draft vocabulary lacks the token."""
-    weights_S: Tensor
-    """Slot weights divided by the number of supervised slots."""
+    """Without normalisers: see `with_normalisers`."""
+    anchors_A: Tensor
+    objective: Objective
+    dtype: torch.dtype
 
-    @property
-    def last_hidden_SD(self) -> Tensor:  # noqa: N802 - shape suffix
-        """Verifier states that the targets were drawn from [S, D]."""
-        return self.row.last_hidden_TD[self.slots.state_index_AK.flatten()]
+    def criterion(self) -> Criterion:
+        """The trainer's losses."""
+        confidence = ConfidenceObjective(weight=1.0, slots=1, detach=False)
+        return Criterion(self.drafter, self.verifier, self.objective, confidence, self.dtype)
 
-    @property
-    def markov_w2_WR(self) -> Tensor | None:  # noqa: N802 - shape suffix
-        """Output matrix of the Markov head [W, R]."""
-        head = self.drafter.markov_head
-        return head.markov_w2.weight if head else None
+    def with_normalisers(self) -> Step:
+        """The same step after the first epoch: the row knows the verifier's log-normalisers."""
+        log_norm_T = log_normalisers(self.verifier, self.row.last_hidden_TD)
+        return dataclasses.replace(self, row=dataclasses.replace(self.row, log_norm_T=log_norm_T))
 
 
-def make_step(size: Size, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Step:
-    """A drafter with random weights and a row of random documents; the same values on every device.
+def make_step(
+    size: Size,
+    device: torch.device,
+    dtype: torch.dtype,
+    terms: dict[str, float],
+    seed: int = 0,
+) -> Step:
+    """A drafter with random weights and a row of greedy answers; the same values on every device.
 
     Args:
         size: the shapes.
         device: where the step will run.
-        dtype: of the frozen verifier parts and the stored states; trainable weights are float32.
+        dtype: of the frozen verifier parts, the stored states and the products; trainable weights are float32.
+        terms: weights of the losses.
         seed: of everything random.
     """
     config = size.drafter_config()
     torch.manual_seed(seed)
-    verifier = _verifier_parts(size, config).to(device, dtype)
     t2d = torch.zeros(size.verifier_vocab_size, dtype=torch.bool)
     t2d[torch.randperm(size.verifier_vocab_size)[: size.draft_vocab_size]] = True
-    drafter = DSparkDrafter(config, t2d).to(device)
+    verifier = _verifier_parts(size, config, t2d, dtype)
+    drafter = DSparkDrafter(config, t2d)
     drafter.load_verifier(verifier)
-    documents = [_document(size, config, dtype) for _ in range(size.tokens // size.document_tokens)]
-    row = pack(documents)
-    anchors = draw_anchors(row, size.anchors, torch.Generator().manual_seed(seed))
-    row, anchors = row.to(device), anchors.to(device)
-    slots = make_slots(
-        row, anchors, block_size=size.block_size, mask_token_id=config.mask_token_id, sample_from_anchor=True
-    )
-    mask_S = slots.supervision_mask_AK.flatten()
-    weights_K = slot_weights(size.block_size, gamma=4.0, sample_from_anchor=True).to(device)
-    return Step(
-        drafter=drafter,
-        verifier=verifier,
-        row=row,
-        anchor_pos_A=anchors,
-        slots=slots,
-        draft_targets_S=verifier_to_draft_ids(t2d).to(device)[slots.target_ids_AK.flatten()],
-        weights_S=mask_S * weights_K.repeat(anchors.shape[0]) / mask_S.sum().clamp(min=1),
-    )
+    row = pack([_document(size, config, dtype) for _ in range(size.tokens // size.document_tokens)])
+    row = _answered_greedily(row, verifier, t2d)
+    verifier = verifier.to(device, dtype)
+    drafter.to(device)
+    drafter.load_verifier(verifier)
+    objective = Objective(terms=terms, gamma=GAMMA, sample_from_anchor=True)
+    return Step(drafter, verifier, row.to(device), _anchors(size, seed).to(device), objective, dtype)
 
 
-def fused_step_loss(step: Step, terms: dict[str, float], dtype: torch.dtype) -> tuple[Tensor, DrafterOutput]:
-    """The trainer's loss: attention in chunks of anchors, heads and losses fused in chunks of slots."""
-    with torch.autocast(step.row.aux_hidden_TF.device.type, dtype=dtype, enabled=dtype != torch.float32):
-        output = step.drafter(step.row, step.anchor_pos_A, step.slots)
-    loss, _ = fused_loss(
-        output.hidden_SD,
-        output.markov_SR,
-        step.drafter.lm_head,
-        step.markov_w2_WR,
-        FusedTargets(step.draft_targets_S, step.weights_S, step.last_hidden_SD),
-        terms,
-        step.verifier,
-        step.drafter.verifier_ids_W,
-    )
-    return loss, output
+def _anchors(size: Size, seed: int) -> Tensor:
+    """Ascending anchors [A], as many per document, whose blocks lie whole inside its answer.
+
+    There the rules of all trainers agree about which slots are supervised.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    documents, length = size.tokens // size.document_tokens, size.document_tokens
+    first, last = length // PROMPT_SHARE, length - size.block_size - 1
+    picks = [
+        first + torch.randperm(last - first, generator=generator)[: size.anchors // documents] + length * document
+        for document in range(documents)
+    ]
+    return torch.cat(picks).sort().values
 
 
-def _verifier_parts(size: Size, config: DrafterConfig) -> VerifierParts:
-    shape = (size.verifier_vocab_size, size.hidden_size)
-    embed_VD, head_VD = torch.randn(shape) * 0.02, torch.randn(shape) * 0.02
-    return VerifierParts(embed_VD, head_VD, torch.ones(size.hidden_size), config.rms_norm_eps)
+def _verifier_parts(size: Size, config: DrafterConfig, t2d: Tensor, dtype: torch.dtype) -> VerifierParts:
+    """One matrix for embedding and head, as small verifiers have.
+
+    States have about 1 as their first entry, which the head multiplies by `OUTSIDE_LOGIT` for tokens outside the draft
+    vocabulary.
+    """
+    embed_VD = torch.randn(size.verifier_vocab_size, size.hidden_size) * 0.02
+    embed_VD[:, 0] = torch.where(t2d, 0.0, OUTSIDE_LOGIT)
+    embed_VD = embed_VD.to(dtype)
+    return VerifierParts(embed_VD, embed_VD, torch.ones(size.hidden_size), config.rms_norm_eps)
 
 
 def _document(size: Size, config: DrafterConfig, dtype: torch.dtype) -> Document:
     length = size.document_tokens
     mask_T = torch.ones(length, dtype=torch.bool)
     mask_T[: length // PROMPT_SHARE] = False
+    last_TD = torch.randn(length, size.hidden_size)
+    last_TD[:, 0] = 1.0
     return Document(
         torch.randint(size.verifier_vocab_size - 1, (length,)),
         mask_T,
         torch.randn(length, config.aux_width).to(dtype),
-        torch.randn(length, size.hidden_size).to(dtype),
+        last_TD.to(dtype),
+    )
+
+
+def _answered_greedily(row: PackedRow, verifier: VerifierParts, t2d: Tensor) -> PackedRow:
+    """Each token but the first replaced by the verifier's most likely draft token after the state before it."""
+    ids_W = t2d.nonzero()[:, 0]
+    head_WD = verifier.lm_head_VD[ids_W]
+    picks = [(verifier.normed(states) @ head_WD.T).argmax(-1) for states in row.last_hidden_TD[:-1].split(ROWS_AT_ONCE)]
+    return dataclasses.replace(row, input_ids_T=torch.cat([row.input_ids_T[:1], ids_W[torch.cat(picks)]]))
+
+
+def reference_loss_of(step: Step) -> Tensor:
+    """The step's loss without the confidence head's, readable and in float32: dense masks, all logits, autograd."""
+    drafter, config, row = step.drafter, step.drafter.config, step.row
+    weights = {**drafter.trainable_state(), "embed_tokens": drafter.embed_tokens.float()}
+    states = dataclasses.replace(row, aux_hidden_TF=row.aux_hidden_TF.float())
+    hidden_SD = dense_forward(weights, config, states, step.anchors_A)
+    markov_SR = None
+    if drafter.markov_head is not None:
+        embedding_AKR = drafter.markov_head.embed(drafter.slots(row, step.anchors_A).prev_token_ids_AK)
+        hidden_AKD = hidden_SD.unflatten(0, (-1, config.block_size))
+        markov_SR = drafter.markov_head.factors(embedding_AKR, hidden_AKD).flatten(0, 1)
+    return _readable_loss(step, drafter.lm_head.float(), hidden_SD, markov_SR)
+
+
+def unfused_loss_of(step: Step) -> Tensor:
+    """The same in the step's dtype with the trainer's own forward: what fusing the losses saves, and nothing else."""
+    drafter, slots = step.drafter, step.drafter.slots(step.row, step.anchors_A)
+    with torch.autocast(step.anchors_A.device.type, dtype=step.dtype, enabled=step.dtype != torch.float32):
+        output = drafter(step.row, step.anchors_A, slots)
+        return _readable_loss(step, drafter.lm_head, output.hidden_SD, output.markov_SR)
+
+
+def _readable_loss(step: Step, lm_head_WD: Tensor, hidden_SD: Tensor, markov_SR: Tensor | None) -> Tensor:
+    drafter, row, slots = step.drafter, step.row, step.drafter.slots(step.row, step.anchors_A)
+    logits_SW = nn.functional.linear(hidden_SD.to(lm_head_WD.dtype), lm_head_WD)
+    if drafter.markov_head is not None and markov_SR is not None:
+        logits_SW = logits_SW + drafter.markov_head.bias(markov_SR)
+    with torch.no_grad():
+        last_hidden_SD = row.last_hidden_TD[slots.state_index_AK.flatten()]
+        p_SW = step.verifier.logits(last_hidden_SD).softmax(-1)[:, drafter.verifier_ids_W]
+    return reference_loss(
+        logits_SW,
+        verifier_to_draft_ids(drafter.t2d)[slots.target_ids_AK.flatten()],
+        slots.supervision_mask_AK,
+        step.objective.terms,
+        sample_from_anchor=step.objective.sample_from_anchor,
+        p_SW=p_SW,
+        gamma=step.objective.gamma,
+        weighting=step.objective.weighting,
+        dpace_alpha=step.objective.dpace_alpha,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +58,7 @@ class PackedRow:
 
     def to(self, device: torch.device) -> PackedRow:
         """The same row on another device."""
-        moved = {
+        moved: dict[str, Any] = {
             field.name: value.to(device, non_blocking=True)
             for field in dataclasses.fields(self)
             if isinstance(value := getattr(self, field.name), Tensor)

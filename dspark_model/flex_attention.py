@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -57,12 +57,11 @@ class FlexPlan:
         """See `AttentionPlan`."""
         keys, values = torch.cat([k_TMH, k_SMH]), torch.cat([v_TMH, v_SMH])
         heads_first = [x.transpose(0, 1)[None] for x in (q_SNH, keys, values)]
-        kernel = _compiled() if q_SNH.is_cuda else flex_attention
-        out_NSH = kernel(*heads_first, block_mask=self._masks[kind], enable_gqa=True)[0]
+        out_NSH = _kernel(q_SNH.is_cuda)(*heads_first, block_mask=self._masks[kind], enable_gqa=True)[0]
         return out_NSH.transpose(0, 1).flatten(1)
 
 
 @cache
-def _compiled() -> Callable[..., Any]:
+def _kernel(on_cuda: bool) -> Callable[..., Any]:
     # Row lengths and numbers of slots differ from step to step; without compiling it would hold every score.
-    return torch.compile(flex_attention, dynamic=True)
+    return torch.compile(flex_attention, dynamic=True) if on_cuda else cast("Callable[..., Any]", flex_attention)

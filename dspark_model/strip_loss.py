@@ -124,7 +124,8 @@ def strip_loss(
             strip, q_CW, log_norm_C, scale_C, mask_BK, objective, count
         )
     else:
-        loss, grad_CW, ce_scale_C, acceptance_C = 0.0, None, torch.zeros_like(ce_C), torch.full_like(ce_C, torch.nan)
+        loss, grad_CW, acceptance_C = ce_C.new_zeros(()), None, torch.full_like(ce_C, torch.nan)
+        ce_scale_C = torch.zeros_like(ce_C)
     weight_C = scale_C * objective.terms.get("ce", 0.0) * known_C
     loss = loss + torch.where(known_C, ce_C * weight_C, 0.0).sum()
     q_CW *= (ce_scale_C + weight_C)[:, None]

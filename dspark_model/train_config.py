@@ -11,10 +11,10 @@ from typing import Any, Literal, get_args
 
 from dspark_model.config import ConfigError, DrafterConfig
 from dspark_model.losses import LOSS_TERMS, Weighting
+from dspark_model.precision import Dtype
 
 Optimizer = Literal["adamw", "muon"]
 Schedule = Literal["cosine", "linear", "constant"]
-Dtype = Literal["bfloat16", "float32"]
 PATHS = ("verifier", "examples", "hidden_states", "vocab", "output", "scratch")
 
 
@@ -60,6 +60,7 @@ class TrainConfig:
     checkpoint_every_seconds: float
     num_speculative_tokens: int
     dtype: Dtype
+    """Of matrix products, see `dspark_model.precision`; master weights are float32."""
     seed: int
 
     def __post_init__(self) -> None:

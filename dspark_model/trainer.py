@@ -20,6 +20,7 @@ from dspark_model.batch import Document, pack
 from dspark_model.dataset import Documents
 from dspark_model.drafter import DSparkDrafter
 from dspark_model.metrics import Acceptance, total, walk_documents
+from dspark_model.precision import compute_dtype
 from dspark_model.schedule import RowSampler, generator_for, learning_rate_factor
 from dspark_model.step_loss import ConfidenceObjective, Criterion
 from dspark_model.step_metrics import StepMetrics
@@ -65,7 +66,8 @@ class Trainer:
         """
         self.config = config
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.dtype = torch.bfloat16 if config.dtype == "bfloat16" else torch.float32
+        self.dtype = compute_dtype(config.dtype, self.device)
+        log.info("training on %s in %s", self.device, str(self.dtype).removeprefix("torch."))
         self.train_documents = Documents(config.examples, config.hidden_states, "train")
         self.validation_documents = Documents(config.examples, config.hidden_states, "validation")
         check_data(self.train_documents, self.validation_documents, config.drafter)
