@@ -103,7 +103,7 @@ def _describe(schema: dict[str, Any]) -> str:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = {"null": "null", "boolean": "true, false", "string": "text", "integer": "integer", "number": "number"}
     if schema["type"] == "array":
-        return f"list of {_describe(schema['items'])}s"
+        return f"list of {_describe(schema['items'])}{'' if 'enum' in schema['items'] else 's'}"
     if schema["type"] == "object":
         return f"map of {_describe(schema['propertyNames'])} to {_describe(schema['additionalProperties'])}s"
     text = "path" if schema.get("format") == "path" else kind[schema["type"]]

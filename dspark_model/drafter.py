@@ -97,10 +97,13 @@ class DSparkDrafter(nn.Module):
             ValueError: the verifier's shapes are not those of the config.
         """
         expected = (self.config.verifier_vocab_size, self.config.hidden_size)
-        if tuple(parts.embed_VD.shape) != expected:
-            raise ValueError(
-                f"verifier embedding has shape {tuple(parts.embed_VD.shape)}, the drafter expects {expected}"
-            )
+        for name, shape in (("embedding", parts.embed_VD.shape), ("head", parts.lm_head_VD.shape)):
+            if tuple(shape) != expected:
+                raise ValueError(
+                    f"verifier {name} has shape {tuple(shape)}, the drafter expects {expected} (its "
+                    "verifier_vocab_size and hidden_size): load the verifier that the drafter was made for, or derive "
+                    "a new DrafterConfig from this one (dspark_model.families.derive_config)"
+                )
         device = self.fc.weight.device
         self.embed_tokens.data = parts.embed_VD.to(device=device, dtype=dtype)
         head_VD = parts.lm_head_VD

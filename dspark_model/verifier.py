@@ -5,16 +5,15 @@ Shape letters: V vocabulary, D hidden.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 from torch.nn import functional as F
 
-EMBEDDING, HEAD, NORM = "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"
+from dspark_model.families import EMBEDDING_STEMS, HEAD_STEMS, NORM_STEMS, VerifierGeometry
+from dspark_model.verifier_files import UNQUANTISED, VerifierFiles
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,14 @@ class VerifierParts:
     """Embedding, head and final norm of a verifier."""
 
     embed_VD: Tensor
+    """Rows as stored: a verifier that scales looked-up rows does so itself."""
     lm_head_VD: Tensor
+    """The same tensor as `embed_VD` where the verifier ties them."""
     norm_D: Tensor
+    """Gain of the final norm, whatever the family stores for it."""
     norm_eps: float
     logit_softcap: float | None = None
+    """c of c * tanh(logits / c), of the verifier's logits only: vLLM's draft has none."""
 
     def normed(self, last_hidden_prenorm: Tensor) -> Tensor:
         """States after the final norm (computed in float32), in the head's dtype."""
@@ -38,49 +41,85 @@ class VerifierParts:
         return logits if self.logit_softcap is None else self.logit_softcap * (logits / self.logit_softcap).tanh()
 
     def to(self, device: torch.device, dtype: torch.dtype) -> VerifierParts:
-        """The same parts on another device, in another dtype."""
+        """The same parts on another device, in another dtype (the norm keeps its own); tied ones stay one tensor."""
+        embed_VD = self.embed_VD.to(device, dtype)
+        tied = self.lm_head_VD is self.embed_VD
         return VerifierParts(
-            self.embed_VD.to(device, dtype),
-            self.lm_head_VD.to(device, dtype),
+            embed_VD,
+            embed_VD if tied else self.lm_head_VD.to(device, dtype),
             self.norm_D.to(device),
             self.norm_eps,
             self.logit_softcap,
         )
 
 
-def load_verifier_parts(folder: Path) -> VerifierParts:
-    """Read the parts from a Hugging Face folder (one file or sharded; tied embeddings share the tensor).
+def load_verifier_parts(folder_or_hub_id: str | Path, *, revision: str | None = None) -> VerifierParts:
+    """Read the parts from a Hugging Face folder or from the hub, in the dtypes they are stored in.
+
+    A stored head is used even where the config says that it is tied to the embedding, as transformers and vLLM do.
+    Rows past the config's vocabulary are padding and left out.
+
+    Args:
+        folder_or_hub_id: local folder, or "owner/name", of which only config, index and needed shards are fetched.
+        revision: branch, tag or commit of a hub id.
+
+    Returns:
+        Embedding and head [V, D] as stored; the norm's gain [D] in float32, ready to multiply whatever the family
+        stores (see `dspark_model.families`).
 
     Raises:
-        FileNotFoundError: no safetensors in the folder.
-        ValueError: a tensor is missing, quantised, or rows disagree with the config's vocabulary.
+        ConfigError: unsupported verifier family.
+        FileNotFoundError: no such folder, or no safetensors in it.
+        OSError: the hub cannot be reached or has no such file.
+        ValueError: a tensor is missing, quantised, or of another shape than the config says.
     """
-    config = json.loads((folder / "config.json").read_text())
-    embed_VD = _read_tensor(folder, EMBEDDING)
-    lm_head_VD = embed_VD if config.get("tie_word_embeddings") else _read_tensor(folder, HEAD)
-    for name, value in ((EMBEDDING, embed_VD), (HEAD, lm_head_VD)):
-        if not value.is_floating_point():
-            raise ValueError(f"{folder}: {name} is stored as {value.dtype}; a quantised tensor cannot be shared")
-        if value.shape[0] != config["vocab_size"]:
-            raise ValueError(f"{folder}: {name} has {value.shape[0]} rows, config.json says {config['vocab_size']}")
-    return VerifierParts(embed_VD, lm_head_VD, _read_tensor(folder, NORM), config.get("rms_norm_eps", 1e-6))
+    files = VerifierFiles(folder_or_hub_id, revision)
+    geometry = VerifierGeometry.from_config(files.config)
+    _refuse_quantised_head(files)
+    shape = (geometry.vocab_size, geometry.hidden_size)
+    embed_VD = files.read(_require(files, EMBEDDING_STEMS), shape)
+    head = files.find(HEAD_STEMS)
+    if head is None and not geometry.tied_embeddings:
+        raise ValueError(
+            f"{files.source}: no tensor '{HEAD_STEMS[0]}.weight', and config.json says tie_word_embeddings=false: "
+            "the weights are incomplete; or set tie_word_embeddings to true if the head is the embedding"
+        )
+    lm_head_VD = embed_VD if head is None else files.read(head, shape)
+    stored_D = files.read(_require(files, NORM_STEMS), (geometry.hidden_size,))
+    return VerifierParts(
+        embed_VD=embed_VD,
+        lm_head_VD=lm_head_VD,
+        norm_D=(geometry.norm_offset + stored_D.float()) / geometry.logit_divisor,
+        norm_eps=geometry.rms_norm_eps,
+        logit_softcap=geometry.logit_softcap,
+    )
 
 
-def _read_tensor(folder: Path, name: str) -> Tensor:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
-        if name not in weight_map:
-            raise ValueError(f"{index}: no tensor {name!r}; this verifier's layout is not supported")
-        file = folder / weight_map[name]
-    else:
-        file = folder / "model.safetensors"
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} not found: the verifier folder needs safetensors weights")
-    with safe_open(file, framework="pt") as tensors:
-        if name not in tensors.keys():  # noqa: SIM118 - safe_open is no mapping
-            raise ValueError(f"{file}: no tensor {name!r}; this verifier's layout is not supported")
-        return tensors.get_tensor(name)
+def _require(files: VerifierFiles, stems: tuple[str, ...]) -> str:
+    stem = files.find(stems)
+    if stem is None:
+        raise ValueError(
+            f"{files.source}: no tensor '{stems[0]}.weight', nor under the names {', '.join(stems[1:])}: "
+            "this verifier's layout is not supported"
+        )
+    return stem
+
+
+def _refuse_quantised_head(files: VerifierFiles) -> None:
+    """Refuse a config that has the engine quantise the head.
+
+    Quantised models as such are fine: most leave embedding and head as they are.
+    """
+    for section in (files.config, files.config.get("text_config") or {}):
+        quantisation = section.get("quantization_config") or {}
+        groups = (quantisation.get("config_groups") or {}).values()
+        targets = [target for group in groups for target in group.get("targets") or []]
+        # GPTQ's flag; compressed-tensors' targets, which are class names, module names or "re:" patterns.
+        if quantisation.get("lm_head") or any("lm_head" in target for target in targets):
+            raise ValueError(
+                f"{files.source}: quantization_config (quant_method={quantisation.get('quant_method')!r}) covers "
+                f"lm_head: a quantised head cannot be shared with a drafter. {UNQUANTISED}"
+            )
 
 
 def transformers_state(hidden_states: tuple[Tensor, ...], layer_id: int, prenorm_last: Tensor) -> Tensor:
@@ -91,7 +130,15 @@ def transformers_state(hidden_states: tuple[Tensor, ...], layer_id: int, prenorm
 
     Args:
         hidden_states: transformers' tuple of num_layers + 1 tensors.
-        layer_id: 0 (embedding) to num_layers.
+        layer_id: 0 (embedding, scaled where the family scales it) to num_layers.
         prenorm_last: input of the final norm, from a forward hook.
+
+    Raises:
+        ValueError: `layer_id` outside 0..num_layers (DeepSpec's -1 for the embedding would be the last state).
     """
-    return prenorm_last if layer_id == len(hidden_states) - 1 else hidden_states[layer_id]
+    num_layers = len(hidden_states) - 1
+    if not 0 <= layer_id <= num_layers:
+        raise ValueError(
+            f"layer_id={layer_id} must lie in 0..{num_layers}: it counts layers passed, 0 is the embedding"
+        )
+    return prenorm_last if layer_id == num_layers else hidden_states[layer_id]

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dspark_model.config import derive_config
+from dspark_model.families import derive_config
 from tasks.mask_token import choose_mask_token
 from tasks.process import run_logged
 from tasks.recipe import Recipe
@@ -67,14 +67,13 @@ def write_train_config(context: StageContext) -> Path:
     vocab = parents["vocab"] / "vocab.safetensors"
     drafter = derive_config(
         verifier_config(folder),
-        num_layers=choices.num_layers,
+        layer_kinds=choices.layer_kinds,
         block_size=choices.block_size,
         draft_vocab_size=int(load_file(vocab)["t2d"].sum()),
         mask_token_id=choose_mask_token(folder, choices.mask_token_id, parents["examples"] / "train.safetensors"),
         markov_rank=choices.markov_rank,
         confidence_head=choices.confidence_head,
         sample_from_anchor=choices.sample_from_anchor,
-        attention=choices.attention,
         sliding_window=choices.sliding_window,
         aux_hidden_state_layer_ids=aux_layer_ids(context),
         intermediate_size=choices.intermediate_size,

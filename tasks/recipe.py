@@ -10,7 +10,7 @@ Sections that bear identity (they enter the fingerprints of the stages that read
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -26,6 +26,8 @@ class Section(BaseModel):
 
 
 Dtype = Literal["bfloat16", "float16", "float32"]
+LayerKind = Literal["full", "sliding"]
+LossTerm = Literal["ce", "kl", "rkl", "jsd", "tv", "nla", "lk_hybrid", "expected_length"]
 
 
 class WheelVerifier(Section):
@@ -115,8 +117,10 @@ class DrafterSection(Section):
     aux_hidden_state_layer_ids: tuple[int, ...] | None = Field(
         None, description="state after i verifier layers, ascending; null: [2, n/2, n-3]"
     )
-    attention: Literal["full", "sliding"] = Field(
-        "full", description="full: bidirectional inside the block; sliding: causal inside the block"
+    attention: LayerKind | tuple[LayerKind, ...] = Field(
+        "full",
+        description="one kind for all layers, or a list naming each; full: bidirectional inside the block; sliding: "
+        "causal inside the block (vLLM's CPU engine cannot mix kinds)",
     )
     sliding_window: int = Field(2048, ge=8, description="context tokens that a sliding layer sees")
     intermediate_size: int | None = Field(None, ge=8, description="width of the MLP; null: the verifier's")
@@ -127,6 +131,20 @@ class DrafterSection(Section):
         True,
         description="slot 0 predicts the next token; false: it repeats the anchor, and a block proposes one token less",
     )
+
+    @property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """Kind of each layer."""
+        return (self.attention,) * self.num_layers if isinstance(self.attention, str) else self.attention
+
+    @model_validator(mode="after")
+    def _each_layer_named(self) -> DrafterSection:
+        if len(self.layer_kinds) != self.num_layers:
+            raise ValueError(
+                f"drafter.attention={list(self.attention)} names {len(self.layer_kinds)} layers, but "
+                f"drafter.num_layers={self.num_layers}: name each layer, or one kind for all"
+            )
+        return self
 
 
 class TrainingSection(Section):
@@ -143,8 +161,12 @@ class TrainingSection(Section):
     schedule: Literal["cosine", "linear", "constant"] = Field("cosine", description="after warm-up, towards 0")
     weight_decay: float = Field(0.0, ge=0, description="of matrices, not of norms")
     max_grad_norm: float = Field(1.0, gt=0, description="gradients above are scaled down to it")
-    loss: dict[Literal["ce", "tv", "kl"], float] = Field({"ce": 0.1, "tv": 0.9}, description="weight of each loss term")
-    loss_decay_gamma: float = Field(4.0, gt=0, description="slot weight exp(-k/gamma)")
+    loss: dict[LossTerm, float] = Field({"ce": 0.1, "tv": 0.9}, description="weight of each loss term")
+    slot_weighting: Literal["decay", "dpace"] = Field(
+        "decay", description="decay: exp(-k/gamma) for slot k; dpace: by what each slot adds to the accepted length"
+    )
+    loss_decay_gamma: float = Field(4.0, gt=0, description="gamma of decay, and of the confidence head's loss")
+    dpace_alpha: float = Field(0.5, ge=0, le=1, description="smoothing of dpace; 1: as if every slot were accepted")
     confidence_loss_weight: float = Field(1.0, ge=0, description="0: the confidence head is not trained")
     confidence_slots: int = Field(
         256, ge=1, description="slots per step that train the confidence head when the loss is ce alone"
@@ -152,14 +174,18 @@ class TrainingSection(Section):
     detach_confidence: bool = Field(True, description="keep the confidence head's gradient out of the backbone")
     validate_every: int = Field(100, ge=1, description="steps between walks over the validation documents")
     checkpoint_every_seconds: float = Field(60.0, gt=0, description="time between resumable checkpoints")
-    dtype: Literal["bfloat16", "float32"] = Field("bfloat16", description="compute dtype; masters are float32")
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto",
+        description="of matrix products, masters are float32; auto: bfloat16 where the machine multiplies it natively",
+    )
     seed: int = Field(0, description="of weights, order of rows and anchors")
 
     @field_validator("loss")
     @classmethod
     def _some_loss(cls, loss: dict[str, float]) -> dict[str, float]:
         if not any(loss.values()) or min(loss.values()) < 0:
-            raise ValueError(f"training.loss={loss} must weight at least one of ce, tv, kl, and none below 0")
+            known = ", ".join(get_args(LossTerm))
+            raise ValueError(f"training.loss={loss} must weight at least one of {known}, and none below 0")
         return loss
 
 

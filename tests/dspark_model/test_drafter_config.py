@@ -1,14 +1,17 @@
-"""Geometry taken from a verifier's config.json, and the drafters that are refused."""
+"""Drafters that are refused, by field and value, and what is derived from the ones that are not."""
 
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
+import torch
 
-from dspark_model.config import ConfigError, DrafterConfig, default_layer_ids, derive_config
-from tests.dspark_model.tiny import tiny_config
+from dspark_model.config import ConfigError, DrafterConfig, check_layer_ids, default_layer_ids
+from dspark_model.drafter import DSparkDrafter
+from dspark_model.families import derive_config
+from dspark_model.verifier import VerifierParts
+from tests.dspark_model.tiny import tiny_config, tiny_parts
 
 LLAMA = {
     "model_type": "llama",
@@ -38,16 +41,15 @@ QWEN3 = {
 }
 
 
-def derive(verifier: dict[str, Any], **choices: Any) -> DrafterConfig:
+def derive(verifier, **choices) -> DrafterConfig:
     values = {
-        "num_layers": 2,
+        "layer_kinds": ("full", "full"),
         "block_size": 8,
         "draft_vocab_size": 4096,
         "mask_token_id": 7,
         "markov_rank": 64,
         "confidence_head": True,
         "sample_from_anchor": True,
-        "attention": "full",
         "sliding_window": 2048,
     }
     return derive_config(verifier, **{**values, **choices})
@@ -65,10 +67,10 @@ def test_llama_geometry():
 
 
 def test_qwen3_geometry_takes_only_theta_of_the_rope_settings():
-    config = derive(QWEN3, draft_vocab_size=None, attention="sliding")
+    config = derive(QWEN3, draft_vocab_size=None, layer_kinds=("sliding", "full", "sliding"))
     assert (config.head_dim, config.rope_theta) == (128, 1e6)
     assert not config.reduced_vocab
-    assert config.layer_kinds == ("sliding", "sliding")
+    assert (config.num_layers, config.layer_kinds) == (3, ("sliding", "full", "sliding"))
 
 
 def test_missing_fields_mean_what_they_mean_to_transformers():
@@ -77,12 +79,6 @@ def test_missing_fields_mean_what_they_mean_to_transformers():
     }
     config = derive(bare)
     assert (config.num_kv_heads, config.head_dim, config.rope_theta) == (9, 64, 10000.0)
-
-
-def test_mixture_of_experts_verifiers_get_a_dense_width():
-    moe = {**QWEN3, "model_type": "qwen3_moe", "num_experts": 128, "moe_intermediate_size": 768}
-    assert derive(moe).intermediate_size == 3 * 1024
-    assert derive(moe, intermediate_size=512).intermediate_size == 512
 
 
 def test_confidence_reads_the_markov_embedding_when_there_is_one():
@@ -106,34 +102,41 @@ def test_json_round_trip():
     assert DrafterConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3_5", "gpt_oss", None])
-def test_families_with_another_norm_or_head_are_refused(family):
-    with pytest.raises(ConfigError, match=f"model_type={family!r} is not supported; supported: llama"):
-        derive({**LLAMA, "model_type": family})
-
-
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
         ({"num_layers": 0, "layer_kinds": ()}, "num_layers=0 must be at least 1"),
         ({"block_size": 0}, "block_size=0 must be at least 1"),
         ({"draft_vocab_size": 0}, "draft_vocab_size=0 must be at least 1"),
-        ({"draft_vocab_size": 24}, "draft_vocab_size=24 is above the verifier's 23"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings=0 must be at least 1"),
+        ({"rms_norm_eps": 0.0}, r"rms_norm_eps=0\.0 must be above 0"),
+        ({"rope_theta": float("nan")}, "rope_theta=nan must be above 0"),
+        ({"draft_vocab_size": 24}, r"draft_vocab_size=24 is above the verifier's 23 \(verifier_vocab_size\).*lower it"),
         ({"num_kv_heads": 3}, "num_heads=4 must be a multiple of num_kv_heads=3"),
         ({"head_dim": 7}, "head_dim=7 must be even"),
-        ({"layer_kinds": ("full",)}, "must name each of the 2 layers"),
+        ({"layer_kinds": ("full",)}, "has 1 entries; it must name each of the 2 layers"),
         ({"layer_kinds": ("full", "chunked")}, "must be of full, sliding"),
         ({"layer_kinds": ("sliding", "full"), "sliding_window": 0}, "sliding_window=0 must be at least 1"),
-        ({"mask_token_id": 23}, "mask_token_id=23 is outside"),
+        (
+            {"mask_token_id": 23},
+            r"mask_token_id=23 is outside .* rows are 0\.\.22 \(verifier_vocab_size=23\): name an id",
+        ),
         ({"mask_token_id": -1}, "mask_token_id=-1 is outside"),
         ({"markov_rank": -1}, "markov_rank=-1 must be 0"),
-        ({"markov_rank": 0}, "confidence_with_markov=True needs a Markov head"),
-        ({"sample_from_anchor": False, "block_size": 1}, "proposes no token"),
-        ({"aux_hidden_state_layer_ids": ()}, "must be distinct and ascending"),
-        ({"aux_hidden_state_layer_ids": (3, 1)}, "must be distinct and ascending"),
-        ({"aux_hidden_state_layer_ids": (1, 1)}, "must be distinct and ascending"),
-        ({"aux_hidden_state_layer_ids": (0, 3)}, r"must lie in 1\.\.5"),
-        ({"aux_hidden_state_layer_ids": (1, 6)}, r"must lie in 1\.\.5"),
+        ({"markov_head_type": "lstm"}, "markov_head_type='lstm' must be one of vanilla, gated, rnn"),
+        ({"markov_rank": 0}, "confidence_with_markov=True needs a Markov head, and markov_rank=0 means none"),
+        ({"sample_from_anchor": False, "block_size": 1}, "block_size=1 .*proposes no token.*use at least 2"),
+        ({"aux_hidden_state_layer_ids": ()}, r"aux_hidden_state_layer_ids=\[\] names no layer.*in 1\.\.5"),
+        ({"aux_hidden_state_layer_ids": (3, 1)}, r"=\[3, 1\] must be distinct and ascending.*: write \[1, 3\]"),
+        ({"aux_hidden_state_layer_ids": (1, 1)}, r"=\[1, 1\] must be distinct and ascending.*: write \[1\]"),
+        ({"aux_hidden_state_layer_ids": (0, 3)}, r"must lie in 1\.\.5, but contains 0: .*the embedding; start at 1"),
+        ({"aux_hidden_state_layer_ids": (-1, 3)}, r"must lie in 1\.\.5, but contains -1"),
+        (
+            {"aux_hidden_state_layer_ids": (1, 6)},
+            r"in 1\.\.5, but contains 6: the verifier has 6 layers.*use at most 5",
+        ),
+        ({"aux_hidden_state_layer_ids": (1, 9)}, r"in 1\.\.5, but contains 9: the verifier has 6 layers"),
+        ({"verifier_num_layers": 1, "aux_hidden_state_layer_ids": (1,)}, "verifier_num_layers=1 leaves no layer"),
     ],
 )
 def test_contradictions_are_refused_by_name_and_value(choices, message):
@@ -144,3 +147,27 @@ def test_contradictions_are_refused_by_name_and_value(choices, message):
 def test_an_empty_draft_vocabulary_is_not_taken_for_the_whole_one():
     with pytest.raises(ConfigError, match="draft_vocab_size=0"):
         derive(LLAMA, draft_vocab_size=0)
+
+
+@pytest.mark.parametrize("layers", range(2, 40))
+def test_default_layer_ids_are_always_allowed(layers):
+    check_layer_ids(default_layer_ids(layers), layers)
+
+
+def test_an_empty_list_of_layers_is_not_taken_for_the_default():
+    with pytest.raises(ConfigError, match="names no layer"):
+        derive(LLAMA, aux_hidden_state_layer_ids=())
+
+
+@pytest.mark.parametrize(
+    ("embedding", "head", "message"),
+    [
+        ((23, 16), (23, 12), r"embedding has shape \(23, 16\), the drafter expects \(23, 12\).*derive a new"),
+        ((23, 12), (31, 12), r"head has shape \(31, 12\), the drafter expects \(23, 12\).*derive a new"),
+    ],
+)
+def test_another_verifiers_parts_are_refused(embedding, head, message):
+    drafter = DSparkDrafter(tiny_config())
+    parts = VerifierParts(torch.zeros(embedding), torch.zeros(head), tiny_parts().norm_D, 1e-6)
+    with pytest.raises(ValueError, match=message):
+        drafter.load_verifier(parts)

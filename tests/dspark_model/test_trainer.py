@@ -34,7 +34,7 @@ def history(config: TrainConfig) -> list[dict]:
 CASES = {
     "dspark": {},
     "dflash layout": {"sample_from_anchor": False},
-    "sliding": {"attention": "sliding"},
+    "sliding": {"layer_kinds": ("sliding",)},
     "no heads": {"markov_rank": 0, "confidence_head": False},
 }
 
@@ -191,7 +191,7 @@ def test_non_finite_gradients_stop_the_run_and_spare_the_weights(data, tmp_path)
         ({"steps": 0}, "steps=0 must be at least 1"),
         ({"optimizer": "sgd"}, "optimizer='sgd' must be one of adamw, muon"),
         ({"schedule": "step"}, "schedule='step' must be one of cosine, linear, constant"),
-        ({"dtype": "float16"}, "dtype='float16' must be one of bfloat16, float32"),
+        ({"dtype": "float16"}, "dtype='float16' must be one of auto, bfloat16, float32"),
         ({"num_speculative_tokens": 5}, r"num_speculative_tokens=5 must lie in 1\.\.4"),
     ],
 )

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from dspark_model.config import DrafterConfig, derive_config
+from dspark_model.config import DrafterConfig
 from dspark_model.dataset import StatesWriter, write_examples
+from dspark_model.families import derive_config
 from dspark_model.train_config import TrainConfig
 from dspark_model.trainer import StepResult, Trainer
 from tests.tiny_verifier import HIDDEN, NUM_LAYERS, VOCAB, make_tiny_verifier
@@ -70,8 +71,8 @@ def architecture(**choices: Any) -> DrafterConfig:
         "max_position_embeddings": 128,
     }  # fmt: skip
     values = {
-        "num_layers": 1, "block_size": 4, "draft_vocab_size": None, "mask_token_id": MASK, "markov_rank": 8,
-        "confidence_head": True, "sample_from_anchor": True, "attention": "full", "sliding_window": 16,
+        "layer_kinds": ("full",), "block_size": 4, "draft_vocab_size": None, "mask_token_id": MASK, "markov_rank": 8,
+        "confidence_head": True, "sample_from_anchor": True, "sliding_window": 16,
         "aux_hidden_state_layer_ids": LAYER_IDS,
     }  # fmt: skip
     return derive_config(verifier, **{**values, **choices})

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from tasks.recipe import RecipeError
+from dspark_model.losses import LOSS_TERMS
+from tasks.recipe import LossTerm, RecipeError
 from tasks.recipe_file import DEFAULT_RECIPE, list_recipes, load_recipe, parse_recipe
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -46,6 +48,8 @@ MINIMAL = yaml.safe_dump(HUB)
         ({"training": {"steps": "many"}}, r"^training\.steps: .*\(got 'many'\)"),
         ({"vocab": {"draft_vocab_size": 0}}, r"^vocab\.draft_vocab_size: .*greater than or equal to 1 \(got 0\)"),
         ({"drafter": {"markov_rank": 0}}, r"^drafter\.markov_rank: "),
+        ({"drafter": {"attention": "chunked"}}, r"^drafter\.attention: .*'full' or 'sliding' \(got 'chunked'\)"),
+        ({"drafter": {"attention": ["full"]}}, r"drafter\.attention=\['full'\] names 1 layers, .*num_layers=2: name"),
         ({"training": {"loss": {"ce": 0.0}}}, r"^training\.loss=\{'ce': 0\.0\} must weight at least one"),
         ({"training": {"loss": {"ce": 1.0, "tv": -0.1}}}, r"none below 0"),
         ({"training": {"loss": {"mse": 1.0}}}, r"^training\.loss\.mse"),
@@ -83,6 +87,18 @@ def test_more_tokens_than_a_block_proposes(sample_from_anchor):
 def test_a_block_that_proposes_nothing():
     with pytest.raises(RecipeError, match=r"block_size=1 with sample_from_anchor=false proposes nothing"):
         hub_recipe(drafter={"block_size": 1, "sample_from_anchor": False})
+
+
+@pytest.mark.parametrize(
+    ("attention", "kinds"),
+    [
+        ("full", ("full",) * 3),
+        ("sliding", ("sliding",) * 3),
+        (["sliding", "sliding", "full"], ("sliding", "sliding", "full")),
+    ],
+)
+def test_one_kind_of_attention_or_one_for_each_layer(attention, kinds):
+    assert hub_recipe(drafter={"attention": attention, "num_layers": 3}).drafter.layer_kinds == kinds
 
 
 @pytest.mark.parametrize("ids", [[3, 1], [2, 2, 5], [0, 4], []])
@@ -211,3 +227,8 @@ def test_a_recipe_is_frozen_and_reads_back():
 @pytest.mark.parametrize("name", list_recipes())
 def test_shipped_recipes_load_under_their_own_name(name):
     assert load_recipe(name).name == name
+
+
+def test_the_loss_terms_are_those_that_the_package_has():
+    # `tasks.recipe` repeats them: reading a recipe must not import torch.
+    assert get_args(LossTerm) == LOSS_TERMS

@@ -74,6 +74,7 @@ def decisions(recipe: Recipe):
         ("training", "schedule"): "linear",
         ("training", "dtype"): "float32",
         ("training", "loss"): {"kl": 1.0},
+        ("training", "slot_weighting"): "dpace",
         ("evaluation", "num_speculative_tokens"): 2,
         ("release", "title"): "Another",
         ("prompts", "split"): "test",

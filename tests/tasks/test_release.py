@@ -11,8 +11,8 @@ import yaml
 from jinja2 import UndefinedError
 
 from dspark_model.checkpoint import load_checkpoint, save_checkpoint
-from dspark_model.config import derive_config
 from dspark_model.drafter import DSparkDrafter
+from dspark_model.families import derive_config
 from dspark_model.metrics import Acceptance
 from dspark_model.verifier import load_verifier_parts
 from tasks import plots, release
@@ -57,8 +57,8 @@ def make_evaluation():
 def checkpoint(tiny_verifier, tmp_path_factory):
     raw = json.loads((tiny_verifier / "config.json").read_text())
     config = derive_config(
-        raw, num_layers=1, block_size=BLOCK, draft_vocab_size=256, mask_token_id=1492, markov_rank=8,
-        confidence_head=True, sample_from_anchor=True, attention="full", sliding_window=64,
+        raw, layer_kinds=("full",), block_size=BLOCK, draft_vocab_size=256, mask_token_id=1492, markov_rank=8,
+        confidence_head=True, sample_from_anchor=True, sliding_window=64,
         aux_hidden_state_layer_ids=(1, 3), intermediate_size=64,
     )  # fmt: skip
     t2d = torch.arange(config.verifier_vocab_size) < 256
