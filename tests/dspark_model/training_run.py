@@ -87,7 +87,8 @@ def run_config(data: Data, folder: Path, **choices: Any) -> TrainConfig:
         "hidden_states": choices.get("examples", data.examples), "vocab": data.vocab, "output": folder / "output",
         "scratch": folder / "scratch", "steps": 12, "tokens_per_step": 2 * (PROMPT + ANSWER), "anchors_per_step": 24,
         "optimizer": "adamw", "learning_rate": 3e-3, "warmup_share": 0.1, "schedule": "cosine", "weight_decay": 0.01,
-        "max_grad_norm": 1.0, "loss": {"ce": 0.1, "tv": 0.9}, "loss_decay_gamma": 4.0, "slot_weighting": "decay", "dpace_alpha": 0.5, "confidence_loss_weight": 1.0,
+        "max_grad_norm": 1.0, "loss": {"ce": 0.1, "tv": 0.9}, "loss_decay_gamma": 4.0,
+        "slot_weighting": "decay", "dpace_alpha": 0.5, "confidence_loss_weight": 1.0,
         "confidence_slots": 64, "detach_confidence": False, "validate_every": 5, "checkpoint_every_seconds": 3600.0,
         "num_speculative_tokens": 4, "dtype": "float32", "seed": 1,
     }  # fmt: skip
