@@ -169,7 +169,7 @@ def step_rows(name: str, device: torch.device, small: bool, times: int) -> Itera
     sheet = peak_tflops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     for vocab, anchors in product((size.draft_vocab_size, size.verifier_vocab_size), (size.anchors // 2, size.anchors)):
         step = make_step(at(name, vocab, anchors), device, dtype, PAPER_TERMS)
-        normalise = partial(log_normalisers, step.verifier, step.row.last_hidden_TD)
+        normalise = partial(log_normalisers, step.verifier, step.row.last_hidden_TD, dtype)
         normalising = seconds_of(normalise, device, times=1)
         step = step.with_normalisers()
         states = step.drafter.slots(step.row, step.anchors_A).state_index_AK.unique().numel()

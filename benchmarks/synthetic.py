@@ -34,6 +34,8 @@ PROMPT_SHARE = 4
 OUTSIDE_LOGIT = -60.0
 """About where the verifier's logits of tokens outside the draft vocabulary lie."""
 ROWS_AT_ONCE = 256
+STORED = torch.bfloat16
+"""Dtype of verifiers and of the states that vLLM hands out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +103,7 @@ class Step:
 
     def with_normalisers(self) -> Step:
         """The same step after the first epoch: the row knows the verifier's log-normalisers."""
-        log_norm_T = log_normalisers(self.verifier, self.row.last_hidden_TD)
+        log_norm_T = log_normalisers(self.verifier, self.row.last_hidden_TD, self.dtype)
         return dataclasses.replace(self, row=dataclasses.replace(self.row, log_norm_T=log_norm_T))
 
 
@@ -117,7 +119,7 @@ def make_step(
     Args:
         size: the shapes.
         device: where the step will run.
-        dtype: of the frozen verifier parts, the stored states and the products; trainable weights are float32.
+        dtype: of the products. Trainable weights are float32, verifier parts and states are stored in bfloat16.
         terms: weights of the losses.
         seed: of everything random.
     """
@@ -125,14 +127,11 @@ def make_step(
     torch.manual_seed(seed)
     t2d = torch.zeros(size.verifier_vocab_size, dtype=torch.bool)
     t2d[torch.randperm(size.verifier_vocab_size)[: size.draft_vocab_size]] = True
-    verifier = _verifier_parts(size, config, t2d, dtype)
-    drafter = DSparkDrafter(config, t2d)
-    drafter.load_verifier(verifier)
-    row = pack([_document(size, config, dtype) for _ in range(size.tokens // size.document_tokens)])
+    verifier = _verifier_parts(size, config, t2d)
+    row = pack([_document(size, config) for _ in range(size.tokens // size.document_tokens)])
     row = _answered_greedily(row, verifier, t2d)
-    verifier = verifier.to(device, dtype)
-    drafter.to(device)
-    drafter.load_verifier(verifier)
+    drafter = DSparkDrafter(config, t2d).to(device)
+    verifier = drafter.load_verifier(verifier.to(device), dtype)
     objective = Objective(terms=terms, gamma=GAMMA, sample_from_anchor=True)
     return Step(drafter, verifier, row.to(device), _anchors(size, seed).to(device), objective, dtype)
 
@@ -152,7 +151,7 @@ def _anchors(size: Size, seed: int) -> Tensor:
     return torch.cat(picks).sort().values
 
 
-def _verifier_parts(size: Size, config: DrafterConfig, t2d: Tensor, dtype: torch.dtype) -> VerifierParts:
+def _verifier_parts(size: Size, config: DrafterConfig, t2d: Tensor) -> VerifierParts:
     """One matrix for embedding and head, as small verifiers have.
 
     States have about 1 as their first entry, which the head multiplies by `OUTSIDE_LOGIT` for tokens outside the draft
@@ -160,11 +159,11 @@ def _verifier_parts(size: Size, config: DrafterConfig, t2d: Tensor, dtype: torch
     """
     embed_VD = torch.randn(size.verifier_vocab_size, size.hidden_size) * 0.02
     embed_VD[:, 0] = torch.where(t2d, 0.0, OUTSIDE_LOGIT)
-    embed_VD = embed_VD.to(dtype)
+    embed_VD = embed_VD.to(STORED)
     return VerifierParts(embed_VD, embed_VD, torch.ones(size.hidden_size), config.rms_norm_eps)
 
 
-def _document(size: Size, config: DrafterConfig, dtype: torch.dtype) -> Document:
+def _document(size: Size, config: DrafterConfig) -> Document:
     length = size.document_tokens
     mask_T = torch.ones(length, dtype=torch.bool)
     mask_T[: length // PROMPT_SHARE] = False
@@ -173,16 +172,19 @@ def _document(size: Size, config: DrafterConfig, dtype: torch.dtype) -> Document
     return Document(
         torch.randint(size.verifier_vocab_size - 1, (length,)),
         mask_T,
-        torch.randn(length, config.aux_width).to(dtype),
-        last_TD.to(dtype),
+        torch.randn(length, config.aux_width).to(STORED),
+        last_TD.to(STORED),
     )
 
 
 def _answered_greedily(row: PackedRow, verifier: VerifierParts, t2d: Tensor) -> PackedRow:
     """Each token but the first replaced by the verifier's most likely draft token after the state before it."""
     ids_W = t2d.nonzero()[:, 0]
-    head_WD = verifier.lm_head_VD[ids_W]
-    picks = [(verifier.normed(states) @ head_WD.T).argmax(-1) for states in row.last_hidden_TD[:-1].split(ROWS_AT_ONCE)]
+    head_WD = verifier.lm_head_VD[ids_W].float()
+    picks = [
+        (verifier.normed(states, head_WD.dtype) @ head_WD.T).argmax(-1)
+        for states in row.last_hidden_TD[:-1].split(ROWS_AT_ONCE)
+    ]
     return dataclasses.replace(row, input_ids_T=torch.cat([row.input_ids_T[:1], ids_W[torch.cat(picks)]]))
 
 
@@ -214,8 +216,9 @@ def _readable_loss(step: Step, lm_head_WD: Tensor, hidden_SD: Tensor, markov_SR:
     if drafter.markov_head is not None and markov_SR is not None:
         logits_SW = logits_SW + drafter.markov_head.bias(markov_SR)
     with torch.no_grad():
-        last_hidden_SD = row.last_hidden_TD[slots.state_index_AK.flatten()]
-        p_SW = step.verifier.logits(last_hidden_SD).softmax(-1)[:, drafter.verifier_ids_W]
+        normed_SD = step.verifier.normed(row.last_hidden_TD[slots.state_index_AK.flatten()], lm_head_WD.dtype)
+        verifier_logits_SV = step.verifier.capped(normed_SD @ step.verifier.lm_head_VD.to(lm_head_WD.dtype).T)
+        p_SW = verifier_logits_SV.softmax(-1)[:, drafter.verifier_ids_W]
     return reference_loss(
         logits_SW,
         verifier_to_draft_ids(drafter.t2d)[slots.target_ids_AK.flatten()],

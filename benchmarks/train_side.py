@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.peak_memory import peak_bytes, reset_peak
 from benchmarks.sizes import SIZES, at
 from benchmarks.synthetic import GAMMA, Step, make_step
+from dspark_model.host_memory import return_freed_tensors
 from dspark_model.precision import Dtype, compute_dtype
 from dspark_model.verifier_targets import log_normalisers
 
@@ -35,7 +36,8 @@ Losses = Callable[[], Tensor]
 
 
 def ours(step: Step) -> tuple[torch.nn.Module, Losses]:
-    """What `dspark_model.trainer` runs."""
+    """What `python -m dspark_model.train` runs."""
+    return_freed_tensors()
     if step.drafter.config.reduced_vocab:
         step = step.with_normalisers()
     criterion = step.criterion()
@@ -72,10 +74,10 @@ def speculators(step: Step) -> tuple[torch.nn.Module, Losses]:
     def loss() -> Tensor:
         with torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32):
             _, total, _ = peer(
-                hidden_states=row.aux_hidden_TF[None],
+                hidden_states=row.aux_hidden_TF[None].to(dtype),
                 input_ids=row.input_ids_T[None],
                 loss_mask=row.loss_mask_T.long()[None],
-                verifier_last_hidden_states=row.last_hidden_TD[None],
+                verifier_last_hidden_states=row.last_hidden_TD[None].to(dtype),
                 document_ids=row.document_ids_T[None],
                 position_ids=row.position_ids_T[None],
                 **kwargs,
@@ -112,7 +114,7 @@ def measure(side: str, step: Step, min_seconds: float, min_steps: int) -> dict[s
 def normalisers(step: Step) -> dict[str, Any]:
     """The verifier's full-vocabulary log-normaliser of every token of the row, which the first epoch pays once."""
     started = time.perf_counter()
-    log_normalisers(step.verifier, step.row.last_hidden_TD)
+    log_normalisers(step.verifier, step.row.last_hidden_TD, step.dtype)
     return {"seconds": [time.perf_counter() - started]}
 
 

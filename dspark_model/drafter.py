@@ -10,6 +10,7 @@ V verifier vocabulary, W draft vocabulary.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -88,10 +89,13 @@ class DSparkDrafter(nn.Module):
         """Output matrix of the Markov head [W, R]; None without one."""
         return self.markov_head.markov_w2.weight if self.markov_head else None
 
-    def load_verifier(self, parts: VerifierParts, dtype: torch.dtype | None = None) -> None:
-        """Copy the frozen embedding and the draft rows of the head, kept in `dtype` (default: as stored).
+    def load_verifier(self, parts: VerifierParts, dtype: torch.dtype | None = None) -> VerifierParts:
+        """Take over the frozen embedding, as stored, and the draft rows of the head, in `dtype` (default: as stored).
 
         The drafter's own final norm starts from the verifier's: the frozen head expects inputs of that scale.
+
+        Returns:
+            The parts, sharing every tensor with the drafter that they can: nothing need be held twice.
 
         Raises:
             ValueError: the verifier's shapes are not those of the config.
@@ -105,13 +109,16 @@ class DSparkDrafter(nn.Module):
                     "a new DrafterConfig from this one (dspark_model.families.derive_config)"
                 )
         device = self.fc.weight.device
-        self.embed_tokens.data = parts.embed_VD.to(device=device, dtype=dtype)
         head_VD = parts.lm_head_VD
-        if self.config.reduced_vocab:  # the whole head is shared with the verifier's, not copied
+        if self.config.reduced_vocab:
             head_VD = head_VD[self.t2d.to(head_VD.device)]
         self.lm_head.data = head_VD.to(device=device, dtype=dtype)
+        tied = parts.lm_head_VD is parts.embed_VD and not self.config.reduced_vocab
+        self.embed_tokens.data = self.lm_head.data if tied else parts.embed_VD.to(device=device)
         with torch.no_grad():
             self.norm.weight.copy_(parts.norm_D)
+        head_VD = parts.lm_head_VD if self.config.reduced_vocab else self.lm_head.data
+        return dataclasses.replace(parts, embed_VD=self.embed_tokens.data, lm_head_VD=head_VD)
 
     def trainable_state(self) -> dict[str, Tensor]:
         """Parameters that training changes, by checkpoint name."""
@@ -140,7 +147,11 @@ class DSparkDrafter(nn.Module):
             Slot states and Markov factors, flattened anchor-major ([A, K] -> S).
         """
         config = self.config
-        context_TD = self.hidden_norm(self.fc(row.aux_hidden_TF.to(self.fc.weight.dtype)))
+        # First, so that its gradient, as large as the verifier's vocabulary, is made when the layers' states are gone.
+        embedding_AKR = None if self.markov_head is None else self.markov_head.embed(slots.prev_token_ids_AK)
+        device = row.aux_hidden_TF.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.fc.weight.dtype
+        context_TD = self.hidden_norm(self.fc(row.aux_hidden_TF.to(dtype)))
         x_SD = nn.functional.embedding(slots.input_ids_AK.flatten(), self.embed_tokens).to(context_TD.dtype)
         plan = plan_attention(row, anchor_pos_A, config)
         slot_rope = rope_tables(slots.position_ids_AK.flatten(), config.head_dim, config.rope_theta)
@@ -148,12 +159,11 @@ class DSparkDrafter(nn.Module):
         for layer in self.layers:
             x_SD = layer(x_SD, context_TD, plan, slot_rope, context_rope)
         hidden_SD = self.norm(x_SD)
-        embedding_AKR, markov_SR = None, None
-        if self.markov_head is not None:
-            embedding_AKR = self.markov_head.embed(slots.prev_token_ids_AK)
+        prev_SR, markov_SR = None, None
+        if self.markov_head is not None and embedding_AKR is not None:
+            prev_SR = embedding_AKR.flatten(0, 1)
             hidden_AKD = hidden_SD.unflatten(0, (-1, config.block_size))
             markov_SR = self.markov_head.factors(embedding_AKR, hidden_AKD).flatten(0, 1)
-        prev_SR = None if embedding_AKR is None else embedding_AKR.flatten(0, 1)
         return DrafterOutput(hidden_SD=hidden_SD, prev_embedding_SR=prev_SR, markov_SR=markov_SR)
 
     def logits(self, hidden_SD: Tensor, markov_SR: Tensor | None) -> Tensor:

@@ -23,8 +23,8 @@ from torch import Tensor
 from dspark_model.strip_loss import Objective, SlotStats, Strip, overlap, strip_loss
 from dspark_model.verifier_targets import VerifierTargets
 
-PANEL_ELEMENTS = 1 << 26
-"""Logits of one kind held at once in the head's dtype: 128 MiB in bfloat16."""
+PANEL_BYTES = 1 << 26
+"""Logits of one kind held at once, in the head's dtype."""
 STRIP_ELEMENTS = 1 << 19
 """Float32 probabilities of one kind held at once on CPU: 2 MiB, about a core's cache. On CUDA a strip is a panel."""
 
@@ -105,7 +105,7 @@ def _or_zero_width(
 
 def _logits(hidden_CD: Tensor, markov_CR: Tensor, lm_head_WD: Tensor, w2_WR: Tensor) -> Tensor:
     dtype = lm_head_WD.dtype
-    return torch.addmm(hidden_CD.to(dtype) @ lm_head_WD.T, markov_CR.to(dtype), w2_WR.T)
+    return (hidden_CD.to(dtype) @ lm_head_WD.T).addmm_(markov_CR.to(dtype), w2_WR.T)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def _panels(
 ) -> Iterator[_Panel]:
     """Whole blocks per panel and per strip: some losses weight a slot by what its block did."""
     slots, vocabulary = hidden_SD.shape[0], lm_head_WD.shape[0]
-    rows_per_panel = block_size * max(1, PANEL_ELEMENTS // (vocabulary * block_size))
+    rows_per_panel = block_size * max(1, PANEL_BYTES // (vocabulary * block_size * lm_head_WD.element_size()))
     rows_per_strip = block_size * max(1, STRIP_ELEMENTS // (vocabulary * block_size))
     if hidden_SD.is_cuda:
         rows_per_strip = rows_per_panel

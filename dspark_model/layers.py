@@ -10,12 +10,49 @@ names are those of the checkpoint contract.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from dspark_model.attention import AttentionPlan
 from dspark_model.config import DrafterConfig, LayerKind
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Keeps its input as it came, instead of two float32 copies of it: norms are most of what a layer would hold."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        x32 = x.float()
+        scale = (x32.square().mean(-1, keepdim=True) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, scale)
+        return (x32 * scale).mul_(weight).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, scale = ctx.saved_tensors
+        normed, grad32 = x.float() * scale, grad.float()
+        grad_weight = (grad32 * normed).flatten(0, -2).sum(0)
+        inner = grad32 * weight
+        # d/dx of x * scale: what changes the mean square is taken out.
+        inner -= normed * (inner * normed).mean(-1, keepdim=True)
+        return inner.mul_(scale).to(x.dtype), grad_weight.to(weight.dtype), None
+
+
+class _SwiGLU(torch.autograd.Function):
+    """silu(gate) * up, keeping the two and not what silu made of the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        return torch.ops.aten.silu_backward(grad * up, gate), F.silu(gate).mul_(grad)
 
 
 class RMSNorm(nn.Module):
@@ -28,7 +65,7 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension; the result has x's dtype."""
-        return F.rms_norm(x.float(), self.weight.shape, self.weight.float(), self.eps).to(x.dtype)
+        return _RMSNorm.apply(x, self.weight, self.eps)
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
@@ -90,7 +127,7 @@ class MLP(nn.Module):
 
     def forward(self, x_SD: Tensor) -> Tensor:
         """[S, D] to [S, D]."""
-        return self.down_proj(F.silu(self.gate_proj(x_SD)) * self.up_proj(x_SD))
+        return self.down_proj(_SwiGLU.apply(self.gate_proj(x_SD), self.up_proj(x_SD)))
 
 
 class DrafterLayer(nn.Module):

@@ -17,7 +17,7 @@ from dspark_model.losses import confidence_loss, slot_weights
 from dspark_model.step_metrics import StepMetrics, acceptance_metrics, token_metrics
 from dspark_model.strip_loss import Objective, SlotStats
 from dspark_model.verifier import VerifierParts
-from dspark_model.verifier_targets import verifier_targets
+from dspark_model.verifier_targets import VerifierTargets, verifier_targets
 from dspark_model.vocab import verifier_to_draft_ids
 
 
@@ -83,16 +83,15 @@ class Criterion:
             anchors_A: row positions, ascending.
             step: rotates which blocks train the confidence head where only a sample does.
         """
-        drafter, objective, verifier = self._drafter, self._objective, self._verifier
+        drafter, objective = self._drafter, self._objective
         slots = drafter.slots(row, anchors_A)
-        mask_AK, reduced = slots.supervision_mask_AK, drafter.config.reduced_vocab
+        mask_AK = slots.supervision_mask_AK
         with torch.autocast(anchors_A.device.type, dtype=self._dtype, enabled=self._dtype != torch.float32):
             output = drafter(row, anchors_A, slots)
-        reads = objective.reads_verifier
         targets = SlotTargets(
             draft_targets_S=self._draft_ids_V[slots.target_ids_AK.flatten()],
             mask_AK=mask_AK,
-            verifier=verifier_targets(verifier, row, slots.state_index_AK, reduced_vocab=reduced) if reads else None,
+            verifier=self._judge(row, slots.state_index_AK) if objective.reads_verifier else None,
         )
         loss, stats = fused_loss(
             output.hidden_SD, output.markov_SR, drafter.lm_head, drafter.markov_w2_WR, targets, objective
@@ -108,9 +107,19 @@ class Criterion:
         if self.confidence is not None:
             confidence, judged = self._confidence_loss(self.confidence, row, slots, output, stats, step)
             metrics += judged
-        elif reads:
+        elif objective.reads_verifier:
             metrics += acceptance_metrics(stats.acceptance_S.view_as(mask_AK), mask_AK, sample_from_anchor=layout)
         return StepLoss(loss, confidence, mask_AK.sum(), metrics)
+
+    def _judge(self, row: PackedRow, state_index_AK: Tensor) -> VerifierTargets:
+        drafter = self._drafter
+        return verifier_targets(
+            self._verifier,
+            row,
+            state_index_AK,
+            reduced_vocab=drafter.config.reduced_vocab,
+            dtype=drafter.lm_head.dtype,
+        )
 
     def _confidence_loss(
         self,
@@ -134,9 +143,7 @@ class Criterion:
             hidden_SD = hidden_SD[rows_S]
             markov_SR = None if markov_SR is None else markov_SR[rows_S]
             embedding_SR = None if embedding_SR is None else embedding_SR[rows_S]
-            judge = verifier_targets(
-                self._verifier, row, slots.state_index_AK[chosen_A], reduced_vocab=config.reduced_vocab
-            )
+            judge = self._judge(row, slots.state_index_AK[chosen_A])
             acceptance_S = acceptance_rates(hidden_SD, markov_SR, drafter.lm_head, drafter.markov_w2_WR, judge, K)
         if choices.detach:
             hidden_SD, embedding_SR = hidden_SD.detach(), None if embedding_SR is None else embedding_SR.detach()

@@ -15,6 +15,7 @@ from types import FrameType
 
 from dspark_model.checkpoint import save_checkpoint
 from dspark_model.config import ConfigError
+from dspark_model.host_memory import return_freed_tensors
 from dspark_model.train_config import TrainConfig
 from dspark_model.trainer import ResumeError, Trainer
 
@@ -25,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True, help="JSON written by TrainConfig.save")
     arguments = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout, force=True)
+    return_freed_tensors()
     try:
         config = TrainConfig.load(arguments.config)
         config.output.mkdir(parents=True, exist_ok=True)

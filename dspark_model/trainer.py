@@ -72,13 +72,12 @@ class Trainer:
         self.validation_documents = Documents(config.examples, config.hidden_states, "validation")
         check_data(self.train_documents, self.validation_documents, config.drafter)
         t2d = load_file(config.vocab)["t2d"].bool()
-        self.verifier = load_verifier_parts(config.verifier).to(self.device, self.dtype)
         torch.manual_seed(config.seed)
         self.drafter = DSparkDrafter(config.drafter, t2d).to(self.device)
-        self.drafter.load_verifier(self.verifier)
+        verifier = self.drafter.load_verifier(load_verifier_parts(config.verifier).to(self.device), self.dtype)
         self.criterion = Criterion(
             self.drafter,
-            self.verifier,
+            verifier,
             Objective(
                 terms=config.loss,
                 gamma=config.loss_decay_gamma,
@@ -91,7 +90,7 @@ class Trainer:
             ),
             self.dtype,
         )
-        self.normalisers = Normalisers(self.verifier, self.train_documents.lengths)
+        self.normalisers = Normalisers(verifier, self.train_documents.lengths, self.dtype)
         self.optimizers = self._make_optimizers()
         self.sampler = RowSampler(self.train_documents.lengths, config.tokens_per_step, config.seed)
         self.step, self.best, self.best_step, self.seconds = 0, float("-inf"), -1, 0.0

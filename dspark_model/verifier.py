@@ -5,7 +5,7 @@ Shape letters: V vocabulary, D hidden.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -30,27 +30,25 @@ class VerifierParts:
     logit_softcap: float | None = None
     """c of c * tanh(logits / c), of the verifier's logits only: vLLM's draft has none."""
 
-    def normed(self, last_hidden_prenorm: Tensor) -> Tensor:
-        """States after the final norm (computed in float32), in the head's dtype."""
+    def normed(self, last_hidden_prenorm: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """States after the final norm (computed in float32), in `dtype` (default: the head's)."""
         normed = F.rms_norm(last_hidden_prenorm.float(), self.norm_D.shape, self.norm_D.float(), self.norm_eps)
-        return normed.to(self.lm_head_VD.dtype)
+        return normed.to(dtype or self.lm_head_VD.dtype)
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Float32 logits after the soft-cap, where there is one."""
+        logits = logits.float()
+        return logits if self.logit_softcap is None else self.logit_softcap * (logits / self.logit_softcap).tanh()
 
     def logits(self, last_hidden_prenorm: Tensor) -> Tensor:
         """Float32 logits [..., V] of states taken before the final norm."""
-        logits = F.linear(self.normed(last_hidden_prenorm), self.lm_head_VD).float()
-        return logits if self.logit_softcap is None else self.logit_softcap * (logits / self.logit_softcap).tanh()
+        return self.capped(F.linear(self.normed(last_hidden_prenorm), self.lm_head_VD))
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> VerifierParts:
-        """The same parts on another device, in another dtype (the norm keeps its own); tied ones stay one tensor."""
-        embed_VD = self.embed_VD.to(device, dtype)
-        tied = self.lm_head_VD is self.embed_VD
-        return VerifierParts(
-            embed_VD,
-            embed_VD if tied else self.lm_head_VD.to(device, dtype),
-            self.norm_D.to(device),
-            self.norm_eps,
-            self.logit_softcap,
-        )
+    def to(self, device: torch.device) -> VerifierParts:
+        """The same parts on another device; tied ones stay one tensor."""
+        embed_VD = self.embed_VD.to(device)
+        lm_head_VD = embed_VD if self.lm_head_VD is self.embed_VD else self.lm_head_VD.to(device)
+        return replace(self, embed_VD=embed_VD, lm_head_VD=lm_head_VD, norm_D=self.norm_D.to(device))
 
 
 def load_verifier_parts(folder_or_hub_id: str | Path, *, revision: str | None = None) -> VerifierParts:

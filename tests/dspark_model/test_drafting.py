@@ -13,7 +13,7 @@ from dspark_model.batch import Document, pack
 from dspark_model.decoding import Proposal, Sampler, propose, with_proposals
 from dspark_model.drafter import DSparkDrafter
 from dspark_model.metrics import propose_everywhere
-from tests.dspark_model.dense_reference import dense_forward
+from dspark_model.reference_forward import dense_forward
 from tests.dspark_model.tiny import MASK, some_t2d, three_documents, tiny_config, tiny_drafter
 
 GREEDY = Sampler(0.0, None)
@@ -123,7 +123,7 @@ def test_fewer_speculative_tokens_open_fewer_slots_as_the_engine_does(n, anchore
     short = dataclasses.replace(drafter.config, block_size=n if anchored else n + 1)
     for p in range(1, 9):
         row = pack([text])
-        hidden = dense_forward(dict(drafter.named_parameters()), short, row, [p])
+        hidden = dense_forward(dict(drafter.named_parameters()), short, row, torch.tensor([p]))
         prev, expected = int(text.input_ids_T[p]), []
         for k in range(0 if anchored else 1, short.block_size):
             w1, w2 = drafter.markov_head.markov_w1.weight, drafter.markov_head.markov_w2.weight

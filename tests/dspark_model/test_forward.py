@@ -15,7 +15,7 @@ from dspark_model.batch import PackedRow, make_slots
 from dspark_model.drafter import DrafterOutput, DSparkDrafter
 from dspark_model.flex_attention import FlexPlan
 from dspark_model.layers import rope_tables
-from tests.dspark_model.dense_reference import dense_forward
+from dspark_model.reference_forward import dense_forward
 from tests.dspark_model.tiny import three_document_row, tiny_config, tiny_drafter
 
 # Document starts at 0, 10, 19: the second document's first position has no context at all.
@@ -48,7 +48,7 @@ def test_values_and_parameter_gradients_equal_a_dense_forward(kinds, per_chunk, 
     probe = torch.randn(output.shape, generator=torch.Generator().manual_seed(9))
     (output * probe).sum().backward()
     weights = {name: value.detach().clone().requires_grad_() for name, value in drafter.named_parameters()}
-    expected = dense_forward(weights, drafter.config, row, ANCHORS.tolist())
+    expected = dense_forward(weights, drafter.config, row, ANCHORS)
     (expected * probe).sum().backward()
     torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-5)
     for name, parameter in drafter.trainable_state().items():
@@ -70,7 +70,7 @@ def test_flex_attention_gives_the_same(kinds, monkeypatch):
 def test_narrow_windows_too(window):
     drafter = tiny_drafter(tiny_config(layer_kinds=("sliding", "sliding"), sliding_window=window))
     row = three_document_row()
-    expected = dense_forward(dict(drafter.named_parameters()), drafter.config, row, ANCHORS.tolist())
+    expected = dense_forward(dict(drafter.named_parameters()), drafter.config, row, ANCHORS)
     torch.testing.assert_close(run(drafter, row).hidden_SD, expected, rtol=1e-4, atol=1e-5)
 
 

@@ -88,7 +88,7 @@ def assert_agree(problem: Problem, objective: Objective) -> None:
 @pytest.mark.parametrize("size", [VOCAB, 9])
 @pytest.mark.parametrize("terms", MIXES, ids=str)
 def test_values_and_gradients_equal_the_readable_loss(terms, size, weighting, cut, monkeypatch):
-    monkeypatch.setattr(fused, "PANEL_ELEMENTS", cut[0])
+    monkeypatch.setattr(fused, "PANEL_BYTES", 4 * cut[0])
     monkeypatch.setattr(fused, "STRIP_ELEMENTS", cut[1])
     assert_agree(Problem(size), Objective(terms=terms, gamma=2.0, weighting=weighting, dpace_alpha=0.3))
 

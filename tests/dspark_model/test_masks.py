@@ -10,10 +10,30 @@ from dspark_model.attention import ChunkedPlan
 from dspark_model.batch import pack
 from dspark_model.flex_attention import mask_function
 from dspark_model.masks import block_mask, context_mask
-from tests.dspark_model.dense_reference import dense_mask
+from dspark_model.reference_forward import dense_mask
 from tests.dspark_model.tiny import answer, tiny_config
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("window", [1, 3, 5, 100])
+@pytest.mark.parametrize("kind", ["full", "sliding"])
+def test_the_readable_mask_is_its_sentence_entry_by_entry(kind, window):
+    config = tiny_config(layer_kinds=("full", "sliding"), sliding_window=window)
+    row, anchors = pack([answer(2, 6, seed=1), answer(1, 4, seed=2)]), [0, 3, 4, 8, 11]
+    mask, T, K = dense_mask(row, torch.tensor(anchors), config, kind), row.input_ids_T.shape[0], config.block_size
+    assert mask.shape == (len(anchors) * K, T + len(anchors) * K)
+    for query in range(len(anchors) * K):
+        block, k = divmod(query, K)
+        p = anchors[block]
+        for s in range(T):
+            same = row.document_ids_T[s] == row.document_ids_T[p]
+            near = kind == "full" or s > p + k - window
+            assert bool(mask[query, s]) == (bool(same) and s < p and near)
+        for key in range(len(anchors) * K):
+            other, j = divmod(key, K)
+            seen = kind == "full" or (j <= k and j > k - window)
+            assert bool(mask[query, T + key]) == (other == block and seen)
 
 
 @pytest.mark.parametrize("window", [1, 3, 6, 100])
@@ -55,7 +75,7 @@ def test_chunks_cut_the_dense_mask_and_cut_away_nothing_visible(kinds, monkeypat
     assert [chunk.slots.stop - chunk.slots.start for chunk in chunks] == [12, 12, 12]
     assert [chunk.slots.start for chunk in chunks] == [0, 12, 24], "slots in order, none twice"
     for kind in dict.fromkeys(kinds):
-        dense = dense_mask(row, anchors, config, kind)
+        dense = dense_mask(row, torch.tensor(anchors), config, kind)
         rebuilt = torch.zeros_like(dense)
         for start, document in zip(row.starts, by_document, strict=False):
             for chunk in document:
@@ -88,4 +108,4 @@ def test_the_flex_attention_rule_is_the_dense_mask(kind):
     slots, keys = len(anchors) * config.block_size, row.input_ids_T.shape[0] + len(anchors) * config.block_size
     rule = mask_function(row.document_ids_T, torch.tensor(anchors), config, kind)
     mask = create_mask(rule, None, None, slots, keys, device="cpu")[0, 0]
-    assert torch.equal(mask, dense_mask(row, anchors, config, kind))
+    assert torch.equal(mask, dense_mask(row, torch.tensor(anchors), config, kind))

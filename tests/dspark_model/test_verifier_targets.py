@@ -23,21 +23,31 @@ def by_hand(parts, state):
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("at_once", [1, 3 * 23, 1 << 24])
+@pytest.mark.parametrize("at_once", [(1, 1), (3, 10), (99, 99)])
 def test_normalisers_are_those_of_the_whole_vocabulary_whatever_is_held_at_once(softcap, at_once, monkeypatch):
-    monkeypatch.setattr(module, "LOGITS_AT_ONCE", at_once)
+    monkeypatch.setattr(module, "STATES_AT_ONCE", at_once[0])
+    monkeypatch.setattr(module, "HEAD_ROWS_AT_ONCE", at_once[1])
     parts, states_TD = dataclasses.replace(tiny_parts(), logit_softcap=softcap), answer(3, 5).last_hidden_TD
     expected = torch.stack([by_hand(parts, state) for state in states_TD])
     torch.testing.assert_close(log_normalisers(parts, states_TD), expected)
+
+
+def test_a_head_stored_in_low_precision_is_multiplied_in_the_dtype_asked_for():
+    parts, states_TD = tiny_parts(), answer(3, 5).last_hidden_TD
+    stored = dataclasses.replace(parts, lm_head_VD=parts.lm_head_VD.bfloat16())
+    exact = dataclasses.replace(parts, lm_head_VD=stored.lm_head_VD.float())
+    expected = torch.stack([by_hand(exact, state) for state in states_TD])
+    torch.testing.assert_close(log_normalisers(stored, states_TD, torch.float32), expected)
+    assert (log_normalisers(stored, states_TD) - expected).abs().max() > 1e-4, "rounding would show"
 
 
 def test_each_document_is_computed_once_and_only_where_a_supervised_token_follows(monkeypatch):
     parts, one, two = tiny_parts(), answer(3, 4, seed=1), document([0, 1, 0, 0, 1, 1], seed=2)
     asked = []
 
-    def counted(verifier, states_TD):
+    def counted(verifier, states_TD, dtype):
         asked.append(states_TD.shape[0])
-        return log_normalisers(verifier, states_TD)
+        return log_normalisers(verifier, states_TD, dtype)
 
     monkeypatch.setattr(module, "log_normalisers", counted)
     kept = Normalisers(parts, [7, 6])
