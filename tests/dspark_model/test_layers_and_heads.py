@@ -159,7 +159,7 @@ def test_the_verifiers_tensors_are_held_once(tied, reduced):
     assert torch.equal(drafter.lm_head, parts.lm_head_VD[drafter.t2d].float())
     assert torch.equal(drafter.embed_tokens.float(), parts.embed_VD.float())
     held = [drafter.lm_head, drafter.embed_tokens, kept.lm_head_VD, kept.embed_VD]
-    # Reduced: draft head, and the whole head for normalisers (if tied, the embedding). Whole: one head, if tied for both.
+    # Reduced: draft head and whole head (if tied, the embedding). Whole: one head, if tied for both.
     assert len({tensor.data_ptr() for tensor in held}) == {(1, 1): 2, (1, 0): 3, (0, 1): 1, (0, 0): 2}[reduced, tied]
     assert torch.equal(kept.logits(torch.ones(1, HIDDEN)).argmax(), parts.logits(torch.ones(1, HIDDEN)).argmax())
 
