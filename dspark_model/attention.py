@@ -72,6 +72,7 @@ class ChunkedPlan:
                 [self._chunk(anchor_pos_A, low, min(low + ANCHORS_PER_CHUNK, end), start) for low in lows]
             )
             first = end
+        self._slots = [chunk.slots.stop - chunk.slots.start for document in self.chunks for chunk in document]
 
     def _chunk(self, anchor_pos_A: Tensor, low: int, high: int, start: int) -> Chunk:
         config, K = self._config, self._config.block_size
@@ -87,15 +88,19 @@ class ChunkedPlan:
         self, q_SNH: Tensor, k_TMH: Tensor, v_TMH: Tensor, k_SMH: Tensor, v_SMH: Tensor, kind: LayerKind
     ) -> Tensor:
         """See `AttentionPlan`."""
-        # Split once per document: the gradient of a slice is as large as what it was cut from.
+        # Split, not sliced: the gradient of each slice would be as large as what it was cut from.
+        slots = zip(*(x.split(self._slots) for x in (q_SNH, k_SMH, v_SMH)), strict=True)
         documents = zip(k_TMH.split(self._lengths), v_TMH.split(self._lengths), self.chunks, strict=True)
         outputs = []
         for k_document, v_document, chunks in documents:
             for chunk in chunks:
-                k_CMH = torch.cat([k_document[chunk.context], k_SMH[chunk.slots]])
-                v_CMH = torch.cat([v_document[chunk.context], v_SMH[chunk.slots]])
+                q_QNH, k_QMH, v_QMH = next(slots)
+                k_CMH, v_CMH = (
+                    torch.cat([k_document[chunk.context], k_QMH]),
+                    torch.cat([v_document[chunk.context], v_QMH]),
+                )
                 out_NQH = F.scaled_dot_product_attention(
-                    q_SNH[chunk.slots].transpose(0, 1)[None],
+                    q_QNH.transpose(0, 1)[None],
                     k_CMH.transpose(0, 1)[None],
                     v_CMH.transpose(0, 1)[None],
                     attn_mask=chunk.mask_QC[kind][None, None],
