@@ -33,7 +33,8 @@ PROMPT_SHARE = 4
 """One in so many tokens of a document is prompt: read, not predicted."""
 OUTSIDE_LOGIT = -60.0
 """About where the verifier's logits of tokens outside the draft vocabulary lie."""
-ROWS_AT_ONCE = 256
+ANSWER_LOGIT = 10.0
+"""About what the verifier's logit of the token that follows is, where other tokens' are around 0."""
 STORED = torch.bfloat16
 """Dtype of verifiers and of the states that vLLM hands out."""
 
@@ -128,8 +129,7 @@ def make_step(
     t2d = torch.zeros(size.verifier_vocab_size, dtype=torch.bool)
     t2d[torch.randperm(size.verifier_vocab_size)[: size.draft_vocab_size]] = True
     verifier = _verifier_parts(size, config, t2d)
-    row = pack([_document(size, config) for _ in range(size.tokens // size.document_tokens)])
-    row = _answered_greedily(row, verifier, t2d)
+    row = pack(_documents(size, config, verifier, t2d))
     drafter = DSparkDrafter(config, t2d).to(device)
     verifier = drafter.load_verifier(verifier.to(device), dtype)
     objective = Objective(terms=terms, gamma=GAMMA, sample_from_anchor=True)
@@ -154,8 +154,8 @@ def _anchors(size: Size, seed: int) -> Tensor:
 def _verifier_parts(size: Size, config: DrafterConfig, t2d: Tensor) -> VerifierParts:
     """One matrix for embedding and head, as small verifiers have.
 
-    States have about 1 as their first entry, which the head multiplies by `OUTSIDE_LOGIT` for tokens outside the draft
-    vocabulary.
+    Normalised states have about 1 as their first entry, which the head multiplies by `OUTSIDE_LOGIT` for tokens outside
+    the draft vocabulary.
     """
     embed_VD = torch.randn(size.verifier_vocab_size, size.hidden_size) * 0.02
     embed_VD[:, 0] = torch.where(t2d, 0.0, OUTSIDE_LOGIT)
@@ -163,29 +163,25 @@ def _verifier_parts(size: Size, config: DrafterConfig, t2d: Tensor) -> VerifierP
     return VerifierParts(embed_VD, embed_VD, torch.ones(size.hidden_size), config.rms_norm_eps)
 
 
-def _document(size: Size, config: DrafterConfig) -> Document:
-    length = size.document_tokens
-    mask_T = torch.ones(length, dtype=torch.bool)
-    mask_T[: length // PROMPT_SHARE] = False
-    last_TD = torch.randn(length, size.hidden_size)
-    last_TD[:, 0] = 1.0
-    return Document(
-        torch.randint(size.verifier_vocab_size - 1, (length,)),
-        mask_T,
-        torch.randn(length, config.aux_width).to(STORED),
-        last_TD.to(STORED),
-    )
-
-
-def _answered_greedily(row: PackedRow, verifier: VerifierParts, t2d: Tensor) -> PackedRow:
-    """Each token but the first replaced by the verifier's most likely draft token after the state before it."""
+def _documents(size: Size, config: DrafterConfig, verifier: VerifierParts, t2d: Tensor) -> list[Document]:
+    """Random draft tokens, and states that hold the head's row of the token that follows, under noise."""
     ids_W = t2d.nonzero()[:, 0]
-    head_WD = verifier.lm_head_VD[ids_W].float()
-    picks = [
-        (verifier.normed(states, head_WD.dtype) @ head_WD.T).argmax(-1)
-        for states in row.last_hidden_TD[:-1].split(ROWS_AT_ONCE)
+    tokens_T = ids_W[torch.randint(ids_W.shape[0], (size.tokens,))]
+    head_TD = verifier.lm_head_VD[tokens_T.roll(-1)].float()
+    last_TD = torch.randn(size.tokens, size.hidden_size)
+    last_TD += head_TD * ANSWER_LOGIT / head_TD.square().sum(-1, keepdim=True)
+    last_TD[:, 0] = last_TD.square().mean(-1).sqrt()
+    length, mask_T = size.document_tokens, torch.ones(size.document_tokens, dtype=torch.bool)
+    mask_T[: length // PROMPT_SHARE] = False
+    return [
+        Document(
+            tokens_T[start : start + length],
+            mask_T,
+            torch.randn(length, config.aux_width).to(STORED),
+            last_TD[start : start + length].to(STORED),
+        )
+        for start in range(0, size.tokens, length)
     ]
-    return dataclasses.replace(row, input_ids_T=torch.cat([row.input_ids_T[:1], ids_W[torch.cat(picks)]]))
 
 
 def reference_loss_of(step: Step) -> Tensor:

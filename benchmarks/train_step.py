@@ -7,7 +7,7 @@ One step is forward, backward, gradient clipping and AdamW of a drafter for a ve
 the sides in turn, so that memory is told apart and a slow moment of the machine meets both. Only ratios of one run mean
 anything on another machine.
 
-  python benchmarks/train_step.py --json result.json     all sizes, about 10 minutes on two cores
+  python benchmarks/train_step.py --json result.json     all sizes, at most 15 minutes on two cores
   python benchmarks/train_step.py --vocab 32000 --anchors 128 --rounds 1
   python benchmarks/train_step.py --size tiny            seconds; shows that both sides run
 
@@ -24,6 +24,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -94,27 +95,63 @@ def _first_to_be_killed() -> None:
         score.write_text("1000")
 
 
-def measure_row(python: dict[str, Path], arguments: argparse.Namespace, vocab: int, anchors: int) -> dict[str, Any]:
-    """Both sides in turn, `rounds` times; the peer at half the anchors as often as its memory demands."""
-    runs: dict[str, list[dict[str, Any]]] = {side: [] for side in python}
-    fitting = dict.fromkeys(python, anchors)
-    for _, side in product(range(arguments.rounds), python):
-        result = run_side(python[side], side, arguments, vocab, fitting[side])
-        while result.get("out_of_memory") and side == "speculators" and fitting[side] > 1:
-            fitting[side] //= 2
-            print(f"speculators ran out of memory: trying {fitting[side]} anchors", file=sys.stderr)
-            result = run_side(python[side], side, arguments, vocab, fitting[side])
-        if result.get("out_of_memory"):
-            raise SideError(f"{side} ran out of memory at vocabulary {vocab}, {fitting[side]} anchors")
-        runs[side].append(result)
-    return summarise(runs, SIZES[arguments.size].tokens, vocab, anchors, fitting.get("speculators"))
+class Row:
+    """Measurements of both sides at one size."""
+
+    def __init__(self, python: dict[str, Path], arguments: argparse.Namespace, vocab: int, anchors: int) -> None:
+        self._python, self._arguments, self._vocab, self._anchors = python, arguments, vocab, anchors
+        self._fitting = dict.fromkeys(python, anchors)
+        self._runs: dict[str, list[dict[str, Any]]] = {side: [] for side in python}
+        self.seconds = 0.0
+        """The last round took so long, processes and random weights included."""
+
+    def measure(self) -> None:
+        """One process of each side; the peer at half the anchors as often as its memory demands.
+
+        Raises:
+            SideError: a side failed, or has too little memory whatever the anchors.
+        """
+        started = time.monotonic()
+        for side in self._python:
+            result = self._run(side)
+            while result.get("out_of_memory") and side == "speculators" and self._fitting[side] > 1:
+                self._fitting[side] //= 2
+                print(f"speculators ran out of memory: trying {self._fitting[side]} anchors", file=sys.stderr)
+                result = self._run(side)
+            if result.get("out_of_memory"):
+                raise SideError(f"{side} ran out of memory at vocabulary {self._vocab}, {self._fitting[side]} anchors")
+            self._runs[side].append(result)
+        self.seconds = time.monotonic() - started
+
+    def _run(self, side: str) -> dict[str, Any]:
+        return run_side(self._python[side], side, self._arguments, self._vocab, self._fitting[side])
+
+    def summary(self) -> dict[str, Any]:
+        """The row of the JSON."""
+        tokens, peer_anchors = SIZES[self._arguments.size].tokens, self._fitting.get("speculators")
+        return summarise(self._runs, tokens, self._vocab, self._anchors, peer_anchors)
+
+
+def measure_rows(
+    python: dict[str, Path], arguments: argparse.Namespace, sizes: Sequence[tuple[int, int]]
+) -> list[dict[str, Any]]:
+    """All sizes in turn, `rounds` times; each once, then again as long as it is expected to end within the budget."""
+    started, rows = time.monotonic(), [Row(python, arguments, *size) for size in sizes]
+    for number in range(arguments.rounds):
+        for row in rows:
+            spent = time.monotonic() - started
+            if number and spent + row.seconds > 60 * arguments.budget_minutes:
+                continue
+            row.measure()
+            print(table([row.summary()]).splitlines()[2], file=sys.stderr)
+    return [row.summary() for row in rows]
 
 
 def summarise(
     runs: dict[str, list[dict[str, Any]]], tokens: int, vocab: int, anchors: int, peer_anchors: int | None
 ) -> dict[str, Any]:
     """One row: medians over all timed steps, peaks of the largest process."""
-    row: dict[str, Any] = {"vocab": vocab, "anchors": anchors}
+    row: dict[str, Any] = {"vocab": vocab, "anchors": anchors, "rounds": min(len(found) for found in runs.values())}
     for side, results in runs.items():
         row[f"seconds_{side}"] = [seconds for result in results for seconds in result["seconds"]]
         row[f"tokens_per_s_{side}"] = tokens / statistics.median(row[f"seconds_{side}"])
@@ -162,6 +199,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--dtype", choices=get_args(Dtype), default="auto", help="of products; auto: bfloat16 where it is native"
     )
     parser.add_argument("--rounds", type=int, default=2, help="processes per side and size (default 2)")
+    parser.add_argument(
+        "--budget-minutes", type=float, default=12.0, help="no second round that would end later (default 12)"
+    )
     parser.add_argument("--min-seconds", type=float, default=MIN_SECONDS, help="of timed steps per process (default 6)")
     parser.add_argument("--only", choices=("ours", "speculators"), help="measure one side alone, without ratios")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results here")
@@ -182,10 +222,7 @@ def main(argv: list[str] | None = None) -> int:
     sides = [arguments.only] if arguments.only else ["ours", "speculators"]
     try:
         python = {side: Path(sys.executable) if side == "ours" else peer_python() for side in sides}
-        rows = []
-        for vocab, anchors in product(arguments.vocab, arguments.anchors):
-            rows.append(measure_row(python, arguments, vocab, anchors))
-            print(table(rows[-1:]).splitlines()[-1], file=sys.stderr)
+        rows = measure_rows(python, arguments, list(product(arguments.vocab, arguments.anchors)))
         result: dict[str, Any] = {"size": arguments.size, "tokens": SIZES[arguments.size].tokens, "rows": rows}
         if min(arguments.vocab) < SIZES[arguments.size].verifier_vocab_size and "ours" in sides:
             (seconds,) = run_side(python["ours"], "normalisers", arguments, min(arguments.vocab), 1)["seconds"]

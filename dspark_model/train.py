@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     save_checkpoint(
         config.output / "drafter",
         trainer.load_best(),
-        verifier_name_or_path=str(config.verifier),
+        verifier_name_or_path=str(config.verifier.resolve()),
         verifier_architectures=verifier_config["architectures"],
     )
     result = {

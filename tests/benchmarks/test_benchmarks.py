@@ -170,6 +170,15 @@ def test_a_peer_without_memory_is_measured_at_the_largest_size_that_fits_and_the
     assert "out of memory at 256 anchors and was measured with 64" in row["note"]
 
 
+def test_a_second_round_is_left_out_where_it_would_end_after_the_budget(monkeypatch, tmp_path):
+    asked = fake_sides(monkeypatch, {"ours": [side([1.0], 100)] * 4, "speculators": [side([4.0], 400)] * 4})
+    out = tmp_path / "r.json"
+    arguments = ["--vocab", "151936", "--json", str(out), "--rounds", "2"]
+    assert train_step.main([*arguments, "--budget-minutes", "0"]) == 0
+    assert len(asked) == 4, "each size once, whatever the budget"
+    assert [row["rounds"] for row in json.loads(out.read_text())["rows"]] == [1, 1]
+
+
 def test_our_side_is_measured_in_a_process_of_its_own(capsys):
     arguments = ["--size", "tiny", "--only", "ours", "--rounds", "1", "--vocab", "400", "--min-seconds", "0"]
     assert train_step.main(arguments) == 0

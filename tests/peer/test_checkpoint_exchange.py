@@ -79,11 +79,13 @@ def assert_same_logits(drafter: DSparkDrafter, peer: DSparkDraftModel, verifier:
 
 @VOCABULARIES
 @LAYOUTS
+@pytest.mark.parametrize("markov", ["vanilla", "gated", "rnn"])
 @pytest.mark.parametrize("confidence", ["with_markov", "without_markov", "none"])
-def test_what_speculators_writes_we_read(tmp_path, verifier, draft_vocab, sample_from_anchor, confidence):
+def test_what_speculators_writes_we_read(tmp_path, verifier, draft_vocab, sample_from_anchor, confidence, markov):
     source = make_drafter(
         verifier,
         draft_vocab,
+        markov_head_type=markov,
         sample_from_anchor=sample_from_anchor,
         confidence_head=confidence != "none",
         confidence_with_markov=confidence == "with_markov",

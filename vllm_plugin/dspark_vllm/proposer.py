@@ -24,8 +24,9 @@ class DSparkProposer(DFlashProposer):
             super().__init__(vllm_config, device, runner)
         finally:
             object.__setattr__(speculative, "method", "dspark")
-        # Absent means false, as in vLLM's own DSpark implementation.
-        self.sample_from_anchor = bool(getattr(self.draft_model_config.hf_config, "sample_from_anchor", False))
+        # As in vLLM's own runner: its reader of the speculators format always sets the attribute (missing means false),
+        # DeepSpec's configs lack it and mean true.
+        self.sample_from_anchor = bool(getattr(self.draft_model_config.hf_config, "sample_from_anchor", True))
         runner.use_aux_hidden_state_outputs = True
 
     def set_inputs_first_pass(self, *args: Any, **kwargs: Any) -> tuple[int, torch.Tensor, Any]:
