@@ -129,6 +129,7 @@ class Documents(Sequence[Document]):
                 f"{states_folder} holds states of {covered} {split} documents, examples has {len(self.examples)}: "
                 "run the hidden_states stage again"
             )
+        self._checked: set[int] = set()
         self._open: dict[int, Any] = {}
         self._offsets: dict[int, list[int]] = {}
 
@@ -156,6 +157,25 @@ class Documents(Sequence[Document]):
         token_ids_T = file.get_slice("token_ids")[part].long()
         if not torch.equal(token_ids_T, input_ids_T[: token_ids_T.shape[0]]):
             raise ValueError(f"document {index}: stored states are of other tokens; run the hidden_states stage again")
-        return Document(
+        document = Document(
             input_ids_T, loss_mask_T, file.get_slice("aux_hidden")[part], file.get_slice("last_hidden")[part]
         )
+        if index not in self._checked:
+            _check_finite(index, document)
+            self._checked.add(index)
+        return document
+
+
+def _check_finite(index: int, document: Document) -> None:
+    """Raise for NaN and infinite states (https://github.com/vllm-project/speculators/pull/994)."""
+    for name in ("aux_hidden_TF", "last_hidden_TD"):
+        states = getattr(document, name)
+        broken_T = ~states.isfinite().all(-1)
+        if broken_T.any():
+            token = int(broken_T.nonzero()[0])
+            value = float(states[token][~states[token].isfinite()][0])
+            raise ValueError(
+                f"document {index}: {name} is not finite at {int(broken_T.sum())} of {broken_T.shape[0]} tokens, first "
+                f"{value} at token {token}, and one such state would spoil every weight: run the "
+                "hidden_states stage again, in another verifier.dtype if they overflowed"
+            )

@@ -82,7 +82,15 @@ class Criterion:
             row: on the drafter's device.
             anchors_A: row positions, ascending.
             step: rotates which blocks train the confidence head where only a sample does.
+
+        Raises:
+            ValueError: no anchor.
         """
+        if not anchors_A.numel():
+            raise ValueError(
+                "anchors_A is empty: a row needs at least one anchor, a token before a supervised one of the same "
+                "document (`draw_anchors`); skip rows that have none"
+            )
         drafter, objective = self._drafter, self._objective
         slots = drafter.slots(row, anchors_A)
         mask_AK = slots.supervision_mask_AK

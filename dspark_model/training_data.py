@@ -10,14 +10,21 @@ def check_data(train: Documents, validation: Documents, config: DrafterConfig) -
     """Refuse data that would train wrongly, or fail only at the end of the run.
 
     Raises:
-        ValueError: nothing to train on or to choose the best weights by, states of another width than the drafter
-            reads, or a mask token that occurs in the data.
+        ValueError: nothing to train on or to choose the best weights by, blocks longer than all documents, states of
+            another width than the drafter reads, or a mask token that occurs in the data.
     """
     for split, documents in (("train", train), ("validation", validation)):
         if not any(_drafts(documents, index) for index in range(len(documents))):
             raise ValueError(
                 f"the {split} split ({len(documents)} documents) has no answer of two tokens or more: nothing to "
                 "draft; use more prompts or raise the share of that split"
+            )
+        longest = max(documents.lengths)
+        if longest <= config.block_size:
+            raise ValueError(
+                f"block_size={config.block_size} is longer than every {split} document allows: the longest has "
+                f"{longest} tokens, and a block needs its anchor and block_size tokens after it; use a smaller "
+                "drafter.block_size or longer answers"
             )
         width = documents[0].aux_hidden_TF.shape[1]
         if width != config.aux_width:

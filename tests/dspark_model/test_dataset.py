@@ -86,3 +86,22 @@ def test_states_of_other_tokens_are_refused(tmp_path):
     assert documents[2].input_ids_T.tolist() == ROWS[2][1]
     with pytest.raises(ValueError, match="document 0: stored states are of other tokens"):
         documents[0]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize(("which", "name"), [(0, "aux_hidden_TF"), (1, "last_hidden_TD")])
+def test_states_that_are_not_finite_are_refused_with_their_place(tmp_path, which, name, value):
+    write_examples(tmp_path / "train.safetensors", ROWS)
+    writer = StatesWriter(tmp_path, "train", 2)
+    for row in range(3):
+        states = states_of(row)
+        if row == 2:
+            states[which][1, 0] = value
+        writer.add(*states)
+    writer.flush()
+    documents = Documents(tmp_path, tmp_path, "train")
+    assert documents[0].input_ids_T.tolist() == [5, 6, 7]
+    with pytest.raises(
+        ValueError, match=rf"document 2: {name} is not finite at 1 of 4 tokens, first {value} at token 1"
+    ):
+        documents[2]

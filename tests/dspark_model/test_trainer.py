@@ -168,6 +168,19 @@ def test_nothing_to_train_on_is_refused(data, tmp_path):
         Trainer(run_config(data, tmp_path, examples=examples))
 
 
+def test_blocks_longer_than_every_document_are_refused(data, tmp_path):
+    length = PROMPT + ANSWER
+    Trainer(run_config(data, tmp_path / "fits", drafter=architecture(block_size=length - 1)))
+    with pytest.raises(ValueError, match=rf"block_size={length} is longer .*: the longest has {length} tokens"):
+        Trainer(run_config(data, tmp_path / "too-long", drafter=architecture(block_size=length)))
+
+
+def test_losses_of_no_anchor_are_refused(data, tmp_path):
+    trainer = Trainer(run_config(data, tmp_path))
+    with pytest.raises(ValueError, match="anchors_A is empty"):
+        trainer.criterion(pack([trainer.train_documents[0]]), torch.tensor([], dtype=torch.long))
+
+
 def test_states_of_other_layers_are_refused_before_training(data, tmp_path):
     drafter = architecture(aux_hidden_state_layer_ids=(1, 2, 3))
     with pytest.raises(ValueError, match=r"states are 256 wide, the drafter reads 384 .*=\[1, 2, 3\]"):
