@@ -20,6 +20,7 @@ from dspark_model.batch import Document, pack
 from dspark_model.dataset import Documents
 from dspark_model.drafter import DSparkDrafter
 from dspark_model.metrics import Acceptance, total, walk_documents
+from dspark_model.muon import FullPrecisionMuon
 from dspark_model.precision import compute_dtype
 from dspark_model.schedule import RowSampler, generator_for, learning_rate_factor
 from dspark_model.step_loss import ConfidenceObjective, Criterion
@@ -120,7 +121,7 @@ class Trainer:
         ]
         if muon:
             optimizers.append(
-                torch.optim.Muon(
+                (torch.optim.Muon if self.dtype == torch.bfloat16 else FullPrecisionMuon)(
                     muon,
                     lr=config.learning_rate,
                     weight_decay=config.weight_decay,
