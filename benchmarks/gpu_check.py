@@ -1,8 +1,8 @@
 """Check a GPU machine: does a training step compute there what the readable losses do, and what does it cost?
 
-  python benchmarks/gpu_check.py                          all checks, then a drafter for Qwen3-8B; under 8 minutes
+  python benchmarks/gpu_check.py                          all checks, then steps of a drafter for Qwen3-8B
   python benchmarks/gpu_check.py --size qwen3-0.6b        a smaller drafter
-  python benchmarks/gpu_check.py --device cpu --small     the same code on any machine, in about a minute
+  python benchmarks/gpu_check.py --device cpu --small     the same code on any machine, in half a minute
   python benchmarks/gpu_check.py --json result.json
 
 Needs only torch, transformers and safetensors (no pipeline environment, no model, no network): copy the checkout and

@@ -12,7 +12,7 @@ Dtype = Literal["auto", "bfloat16", "float32"]
 def compute_dtype(choice: Dtype, device: torch.device) -> torch.dtype:
     """The dtype of products; "auto" is bfloat16 where the device multiplies it natively, else float32.
 
-    A CPU without such instructions (AVX2, AVX-512 before Cooper Lake and Zen 4) emulates them: 7 to 90 times slower
+    A CPU without such instructions (AVX2, AVX-512 before Cooper Lake and Zen 4) emulates them: 3 to 150 times slower
     than float32, measured with torch 2.13 on a Zen 3, by the layout of the product.
     """
     if choice == "float32":

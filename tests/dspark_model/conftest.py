@@ -1,19 +1,9 @@
-"""Training data made once, and one thread per test: tensors of a few numbers gain nothing from more threads."""
-
-from collections.abc import Iterator
+"""Training data made once, and one thread per test."""
 
 import pytest
-import torch
 
 from tests.dspark_model.training_run import Data
-
-
-@pytest.fixture(autouse=True)
-def single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+from tests.single_thread import single_thread  # noqa: F401 - used by every test here
 
 
 @pytest.fixture(scope="session")

@@ -151,7 +151,11 @@ def test_an_empty_draft_vocabulary_is_not_taken_for_the_whole_one():
 
 @pytest.mark.parametrize("layers", range(2, 40))
 def test_default_layer_ids_are_always_allowed(layers):
-    check_layer_ids(default_layer_ids(layers), layers)
+    ids = default_layer_ids(layers)
+    check_layer_ids(ids, layers)
+    assert ids
+    assert list(ids) == sorted(set(ids))
+    assert set(ids) <= set(range(1, layers))
 
 
 def test_an_empty_list_of_layers_is_not_taken_for_the_default():

@@ -277,25 +277,18 @@ REDUCED_FAULTS: dict[str, tuple[Fault, list[tuple[str, str]], str]] = {
 }  # fmt: skip
 
 
-def check(folder: Path, raw: dict[str, Any], tensors: dict[str, Tensor], fault: tuple) -> None:
-    edit, expected, words = fault
+@pytest.mark.parametrize(
+    ("reduced", "name"), [*((False, name) for name in FAULTS), *((True, name) for name in REDUCED_FAULTS)]
+)
+def test_a_planted_fault_is_named_and_nothing_else(tmp_path, reduced, name):
+    edit, expected, words = (REDUCED_FAULTS if reduced else FAULTS)[name]
+    drafter = make(reduced=reduced, **TRAINERS_DEFAULTS.get(name, {}))
+    raw, tensors = speculators_config(drafter.config), stored_tensors(drafter, frozen=False)
     edit(raw, tensors)
-    findings = inspect_checkpoint(write(folder, raw, tensors))[1]
+    findings = inspect_checkpoint(write(tmp_path, raw, tensors))[1]
     assert [(finding.severity, finding.field) for finding in findings] == expected
     assert words in findings[0].vllm, findings[0].vllm
     assert all(finding.remedy and finding.found for finding in findings)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_named_and_nothing_else(tmp_path, name):
-    drafter = make(**TRAINERS_DEFAULTS.get(name, {}))
-    check(tmp_path, speculators_config(drafter.config), stored_tensors(drafter, frozen=False), FAULTS[name])
-
-
-@pytest.mark.parametrize("name", REDUCED_FAULTS)
-def test_a_planted_fault_of_a_reduced_vocabulary_is_named_and_nothing_else(tmp_path, name):
-    drafter = make(reduced=True)
-    check(tmp_path, speculators_config(drafter.config), stored_tensors(drafter, frozen=False), REDUCED_FAULTS[name])
 
 
 @pytest.mark.parametrize("row", [0, 7, VOCAB - 1])

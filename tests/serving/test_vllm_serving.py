@@ -150,6 +150,8 @@ def test_kill_9_of_the_pipeline_leaves_no_vllm_process(verifier, tmp_path):
         pipeline.kill()
         pipeline.wait()
         wait_for(lambda: not any(map(is_running, family)))
+        assert len(family) > 1, "a server and its engine had been seen"
+        assert not any(map(is_running, family))
     finally:
         pipeline.kill()
         pipeline.wait()

@@ -118,8 +118,18 @@ def figures(served, walked):
 
 
 @pytest.mark.parametrize("walked", [1.625, 1.65, 1.60])
-def test_reconciled_inside_the_tolerance(walked):
-    reconcile(figures(1.625, walked), 0.03)
+def test_reconciled_inside_the_tolerance_and_not_just_outside(walked):
+    def accepted(tolerance):
+        try:
+            reconcile(figures(1.625, walked), tolerance)
+        except ReconciliationError:
+            return False
+        return True
+
+    gap = abs(walked - 1.625)
+    assert accepted(0.03)
+    assert accepted(gap + 1e-9)
+    assert not gap or not accepted(gap - 1e-9)
 
 
 @pytest.mark.parametrize("served", [1.625, float("nan")])
