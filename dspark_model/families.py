@@ -35,11 +35,10 @@ class _Family:
 
     norm_offset: float = 0.0
     experts: bool = False
-    root_scaled_embedding: bool = False
 
 
 _PLAIN, _EXPERTS = _Family(), _Family(experts=True)
-_GEMMA = _Family(norm_offset=1.0, root_scaled_embedding=True)
+_GEMMA = _Family(norm_offset=1.0)
 
 # By model_type of the text model. Each is compared with its transformers model in tests/dspark_model.
 FAMILIES: Mapping[str, _Family] = {
@@ -94,8 +93,6 @@ class VerifierGeometry:
     """The verifier divides its logits by this (Granite)."""
     logit_softcap: float | None
     """c of c * tanh(logits / c), or None. As vLLM reads it: transformers' Gemma 3 wrapper ignores it."""
-    embedding_scale: float
-    """The verifier multiplies embedded tokens by this; the draft does not, see the module's docstring."""
     tied_embeddings: bool
     """The head is the embedding, unless a head is stored."""
 
@@ -129,9 +126,6 @@ class VerifierGeometry:
             norm_offset=family.norm_offset,
             logit_divisor=getattr(text, "logits_scaling", 1.0),
             logit_softcap=getattr(text, "final_logit_softcapping", None),
-            embedding_scale=(
-                hidden_size**0.5 if family.root_scaled_embedding else getattr(text, "embedding_multiplier", 1.0)
-            ),
             # Wrappers disagree on which level carries the flag.
             tied_embeddings=bool(wrapper.tie_word_embeddings or text.tie_word_embeddings),
         )

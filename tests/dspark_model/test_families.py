@@ -89,11 +89,11 @@ def test_rope_theta_is_the_base_of_the_frequencies(saved):
         assert float(frequencies[1] * scale) == pytest.approx(THETA ** (-1 / len(frequencies)))
 
 
-def test_embedding_scale_is_what_the_verifier_multiplies_rows_by(saved):
-    scale = VerifierGeometry.from_config(saved.config).embedding_scale
-    rows = saved.model.get_input_embeddings().weight[IDS[0]]
+def test_a_drafter_reads_rows_as_stored_where_the_verifier_scales_them(saved):
+    rows = load_verifier_parts(saved.folder).embed_VD[IDS[0]]
+    assert torch.equal(rows, saved.model.get_input_embeddings().weight[IDS[0]])
+    scale = {"granite": 3.0}.get(saved.family, 4.0 if saved.family.startswith("gemma") else 1.0)
     torch.testing.assert_close(saved.hidden_states[0][0], scale * rows)
-    assert scale == {"granite": 3.0}.get(saved.family, 4.0 if saved.family.startswith("gemma") else 1.0)
 
 
 def test_states_are_those_after_i_layers_and_the_last_is_before_the_norm(saved):
