@@ -21,7 +21,7 @@ from tasks.recipe import Recipe, VerifierSection
 
 TARGET = Path(__file__).resolve().parent / "recipes.md"
 INTRODUCTION = """\
-<!-- Made by docs/generate_recipe_reference.py from tasks/recipe.py: edit there. -->
+<!-- Made by docs/generate_recipe_reference.py from tasks/recipe.py and tasks/recipe_data.py: edit there. -->
 # Recipes
 
 A recipe is one YAML file with every decision about one verifier's drafter. Those that ship are in
@@ -34,8 +34,8 @@ python flows/full_pipeline.py --recipe my-model.yaml --plan
 python flows/full_pipeline.py --recipe my-model.yaml --set training.steps=2000 --set 'training.loss={ce: 0.1, tv: 0.9}'
 ```
 
-Values of `--set` are YAML. `verifier.path` and a `prompts.dataset` that ends in `.jsonl` or `.parquet` may be relative
-to the recipe's file and may contain `~` and `$VARIABLES`.
+Values of `--set` are YAML. `verifier.path` and files in `prompts.sources` may be relative (in a recipe to its file, in
+`--set` to where you are) and may contain `~` and `$VARIABLES`. `docs/data.md` explains sources, answers and vocabulary.
 
 The smallest recipe:
 
@@ -48,7 +48,8 @@ verifier:
 
 Changing a value makes the stages that read it, and those after them, run again; `--plan` shows which, and why. Only
 what describes the machine, or a run's patience, changes no result and makes nothing run again: all of `serving`,
-`responses.max_failed_share` and `training.checkpoint_every_seconds`.
+`prompts.min_prompts`, `prompts.max_unusable_share`, `responses.max_failed_share` and
+`training.checkpoint_every_seconds`.
 """
 
 
@@ -63,7 +64,19 @@ def render() -> str:
     for name, field in Recipe.model_fields.items():
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
             parts += [f"## {name}\n", f"{_summary(field.annotation)}\n", _table(field.annotation.model_fields)]
+            for inner, entry in _entries(field.annotation):
+                parts += [f"### Each of {name}.{inner}\n", f"{_summary(entry)}\n", _table(entry.model_fields)]
     return "\n".join(parts)
+
+
+def _entries(section: type[BaseModel]) -> list[tuple[str, type[BaseModel]]]:
+    """Fields that are lists of models, with the model."""
+    return [
+        (name, entry)
+        for name, field in section.model_fields.items()
+        for entry in get_args(field.annotation)
+        if isinstance(entry, type) and issubclass(entry, BaseModel)
+    ]
 
 
 def _is_section(field: FieldInfo) -> bool:
@@ -87,7 +100,8 @@ def _table(fields: dict[str, FieldInfo]) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    return f"`{json.dumps(field.get_default(call_default_factory=True), default=str)}`"
+    value = field.get_default(call_default_factory=True)
+    return f"`{json.dumps(value, default=lambda other: getattr(other, 'source', None) or str(other))}`"
 
 
 def _values(field: FieldInfo) -> str:
@@ -97,14 +111,22 @@ def _values(field: FieldInfo) -> str:
 
 def _describe(schema: dict[str, Any]) -> str:
     """A JSON schema in a few words."""
+    if "$ref" in schema:
+        return "entries, see below"
+    if schema == {} or schema is True:
+        return "any value"
     if "anyOf" in schema:
         return " or ".join(_describe(option) for option in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     kind = {"null": "null", "boolean": "true, false", "string": "text", "integer": "integer", "number": "number"}
     if schema["type"] == "array":
+        if "$ref" in schema["items"]:
+            return "list of entries, see below"
         return f"list of {_describe(schema['items'])}{'' if 'enum' in schema['items'] else 's'}"
     if schema["type"] == "object":
+        if "propertyNames" not in schema:
+            return "map of names to values"
         return f"map of {_describe(schema['propertyNames'])} to {_describe(schema['additionalProperties'])}s"
     text = "path" if schema.get("format") == "path" else kind[schema["type"]]
     symbols = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}

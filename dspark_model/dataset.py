@@ -34,15 +34,32 @@ def write_atomically(tensors: dict[str, Tensor], path: Path, metadata: dict[str,
 
 def write_examples(path: Path, rows: Sequence[tuple[str, Sequence[int], Sequence[int]]]) -> None:
     """Write (id, input_ids, loss_mask) rows."""
-    offsets = [0]
-    for _, ids, _ in rows:
-        offsets.append(offsets[-1] + len(ids))
-    tensors = {
-        "input_ids": torch.tensor([i for _, ids, _ in rows for i in ids], dtype=torch.int32),
-        "loss_mask": torch.tensor([m for _, _, mask in rows for m in mask], dtype=torch.uint8),
-        "offsets": torch.tensor(offsets),
-    }
-    write_atomically(tensors, path, {"ids": json.dumps([name for name, _, _ in rows])})
+    write_joined_examples(
+        path,
+        [name for name, _, _ in rows],
+        torch.tensor([i for _, ids, _ in rows for i in ids], dtype=torch.int32),
+        torch.tensor([m for _, _, mask in rows for m in mask], dtype=torch.uint8),
+        torch.tensor([len(ids) for _, ids, _ in rows], dtype=torch.int64),
+    )
+
+
+def write_joined_examples(
+    path: Path, ids: Sequence[str], input_ids_T: Tensor, loss_mask_T: Tensor, lengths_N: Tensor
+) -> None:
+    """Write rows that lie end to end: int32 [total], uint8 [total] and the tokens of each row, int64 [N].
+
+    Raises:
+        ValueError: the parts do not fit together.
+    """
+    total = int(lengths_N.sum())
+    if not (len(ids) == lengths_N.shape[0] and input_ids_T.shape == loss_mask_T.shape == (total,)):
+        raise ValueError(
+            f"{len(ids)} ids, {lengths_N.shape[0]} lengths of {total} tokens, {input_ids_T.shape[0]} input_ids and "
+            f"{loss_mask_T.shape[0]} loss_mask do not describe the same rows"
+        )
+    offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_N.cumsum(0)])
+    tensors = {"input_ids": input_ids_T, "loss_mask": loss_mask_T, "offsets": offsets}
+    write_atomically(tensors, path, {"ids": json.dumps(list(ids))})
 
 
 class Examples:

@@ -135,6 +135,38 @@ def walk_documents(
     return results
 
 
+def perfect_acceptance(
+    tokens_T: Tensor, offsets: Sequence[int], t2d: Tensor, num_speculative_tokens: int
+) -> Acceptance:
+    """What a drafter that is always right would have accepted, were it not for its vocabulary: the ceiling.
+
+    Each answer is walked as by `walk`: its first token comes from the prefill, then a step accepts
+    tokens up to the first one outside the draft vocabulary, and the verifier supplies one more.
+
+    Args:
+        tokens_T: verifier ids of all answers, end to end.
+        offsets: places of the answers in tokens_T, one more than there are answers.
+        t2d: bool [V] mask of the draft vocabulary.
+        num_speculative_tokens: tokens proposed per step.
+    """
+    starts_A, ends_A = torch.tensor(offsets[:-1]), torch.tensor(offsets[1:])
+    total = tokens_T.shape[0]
+    # Place of the next token that cannot be proposed, at the latest the answer's end.
+    stops_T = torch.where(t2d[tokens_T.long()], total, torch.arange(total))
+    if total:
+        ends_T = torch.repeat_interleave(ends_A, ends_A - starts_A)
+        stops_T = torch.minimum(stops_T.flip(0).cummin(0).values.flip(0), ends_T)
+    accepted_per_position = torch.zeros(num_speculative_tokens, dtype=torch.int64)
+    drafts, position_A = 0, starts_A.clone()
+    while (going := position_A < ends_A - 1).any():
+        position_A, ends_A = position_A[going], ends_A[going]
+        accepted_A = (stops_T[position_A + 1] - position_A - 1).clamp(max=num_speculative_tokens)
+        drafts += position_A.shape[0]
+        accepted_per_position += (accepted_A[:, None] > torch.arange(num_speculative_tokens)).sum(0)
+        position_A = position_A + accepted_A + 1
+    return Acceptance(drafts, tuple(accepted_per_position.tolist()))
+
+
 def total(results: Iterable[Acceptance], num_positions: int) -> Acceptance:
     """Sum over documents."""
     return sum(results, Acceptance(0, (0,) * num_positions))

@@ -10,13 +10,22 @@ import torch
 from torch import Tensor
 
 
-def choose_draft_vocab(counts_V: Tensor, draft_vocab_size: int, always: tuple[int, ...] = ()) -> Tensor:
-    """Bool t2d [V]: `always` ids, then the most frequent, ties and padding by smallest id.
+def rank_tokens(counts_V: Tensor, always: tuple[int, ...] = ()) -> Tensor:
+    """Verifier ids int64 [V] in the order in which a growing draft vocabulary takes them.
+
+    `always` ids first, then the most frequent, ties and unseen ones by smallest id.
 
     Args:
         counts_V: occurrences of each verifier id among supervised tokens.
-        draft_vocab_size: ids to keep.
-        always: ids kept whatever their count (end-of-turn tokens).
+        always: ids kept whatever their count (special and end-of-turn tokens).
+    """
+    ranked = counts_V.clone().long()
+    ranked[list(always)] = torch.iinfo(torch.int64).max
+    return ranked.argsort(descending=True, stable=True)
+
+
+def choose_draft_vocab(counts_V: Tensor, draft_vocab_size: int, always: tuple[int, ...] = ()) -> Tensor:
+    """Bool t2d [V]: the first `draft_vocab_size` ids of `rank_tokens`.
 
     Raises:
         ValueError: size outside 1..V, or smaller than `always`.
@@ -25,13 +34,10 @@ def choose_draft_vocab(counts_V: Tensor, draft_vocab_size: int, always: tuple[in
     if not max(1, len(set(always))) <= draft_vocab_size <= size:
         raise ValueError(
             f"draft_vocab_size={draft_vocab_size} must lie in {max(1, len(set(always)))}..{size}, "
-            "the verifier's vocabulary"
+            "from the tokens that are always kept to the verifier's vocabulary"
         )
-    ranked = counts_V.clone().long()
-    ranked[list(always)] = torch.iinfo(torch.int64).max
-    kept = ranked.argsort(descending=True, stable=True)[:draft_vocab_size]
     t2d = torch.zeros(size, dtype=torch.bool)
-    t2d[kept] = True
+    t2d[rank_tokens(counts_V, always)[:draft_vocab_size]] = True
     return t2d
 
 

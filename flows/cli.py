@@ -1,12 +1,15 @@
-"""Command line of the pipeline. Checks and plans before Prefect is imported."""
+"""Command line of the flows. Checks and plans before Prefect is imported."""
 
 from __future__ import annotations
 
+import importlib
 import logging
 import signal
 import sys
 import time
 import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from types import FrameType
 from typing import Annotated, NoReturn
 
@@ -17,90 +20,109 @@ from tasks.manifest import ArtifactRef
 from tasks.pipeline import PlanRow
 from tasks.preflight import open_recipe, open_store
 from tasks.recipe_file import DEFAULT_RECIPE, list_recipes
+from tasks.store import ArtifactStore
 
-_HELP = f"""
-Train, measure and package a DSpark drafter: a small model with which vLLM gives the same answers faster.
+EPILOGUE = f"""
+A recipe is one YAML file in deployments/recipes/ (default: {DEFAULT_RECIPE}, which needs no downloads). A run goes
+through stages; each keeps its result in the store under a fingerprint of everything it depends on, so a second run, or
+one that was interrupted, does only what is missing.
 
-Without options it runs the embedded recipe ({DEFAULT_RECIPE}) on this machine, no downloads needed.
-
-A recipe is one YAML file in deployments/recipes/. A run goes through stages (verifier, prompts, ... drafter,
-evaluation, release); each keeps its result in the store under a fingerprint of everything it depends on, so a
-second run, or one that was interrupted, does only what is missing.
-
-Examples:
-
-  python flows/full_pipeline.py --list-recipes
-
-  python flows/full_pipeline.py --set training.learning_rate=3e-4 --plan
-
-  python flows/full_pipeline.py --recipe my-model.yaml --store s3://bucket/dspark
-
-  python flows/full_pipeline.py --force evaluation
-
-The last line printed is the path of the release's summary.json. Exit codes: 0 done, 1 a stage failed, 2 wrong
-recipe, store or options (nothing was started), 130 interrupted.
+Exit codes: 0 done, 1 a stage failed, 2 wrong recipe, store or options (nothing was started), 130 interrupted.
 """
 
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+@dataclass(frozen=True)
+class FlowCommand:
+    """A flow as a command.
+
+    Attributes:
+        flow: `module:function` of a flow that takes (recipe, overrides, store, force) and returns the artifacts that it
+            made or found, by stage; imported when it runs.
+        stages: that it goes through, in order.
+        help: what `--help` says; `EPILOGUE` follows.
+        show: what is printed at the end, given the store and the artifacts by stage; its last line is for scripts.
+    """
+
+    flow: str
+    stages: tuple[str, ...]
+    help: str
+    show: Callable[[ArtifactStore, Mapping[str, ArtifactRef]], str]
 
 
-@app.command(help=_HELP)
-def main(
-    recipe: Annotated[str, typer.Option(metavar="NAME|FILE", help="Recipe to run.")] = DEFAULT_RECIPE,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one field; may be repeated."),
-    ] = None,
-    plan_only: Annotated[
-        bool, typer.Option("--plan", help="Show which stages would run, and why; start nothing.")
-    ] = False,
-    store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FOLDER|s3://BUCKET/PREFIX",
-            help="Where artifacts are kept; default: $DSPARK_STORE, else .dspark/store in the checkout.",
-        ),
-    ] = None,
-    force: Annotated[
-        list[str] | None,
-        typer.Option(metavar="STAGE", help="Make a stage again, and those that depend on it; may be repeated."),
-    ] = None,
-    show_recipes: Annotated[bool, typer.Option("--list-recipes", help="Show the recipes that ship here.")] = False,
-) -> None:
-    """Run the pipeline for one recipe."""
-    if show_recipes:
-        print("\n".join(list_recipes()))
-        return
-    rows = _checked_plan(recipe, tuple(overrides or ()), store, tuple(force or ()))
-    if plan_only:
-        print(_plan_table(rows))
-        return
-    _log_to_terminal()
-    release = _run(recipe, tuple(overrides or ()), store, tuple(force or ()))
-    print(open_store(store).read_text(release, "summary.txt") or "")
-    print(f"{release.uri}/summary.json")
+def run_command(command: FlowCommand) -> None:
+    """Read the command line and do what it says; ends the process."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+    @app.command(help=command.help + EPILOGUE)
+    def main(
+        recipe: Annotated[str, typer.Option(metavar="NAME|FILE", help="Recipe to run.")] = DEFAULT_RECIPE,
+        overrides: Annotated[
+            list[str] | None,
+            typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="Change one field; may be repeated."),
+        ] = None,
+        plan_only: Annotated[
+            bool, typer.Option("--plan", help="Show which stages would run, and why; start nothing.")
+        ] = False,
+        store: Annotated[
+            str | None,
+            typer.Option(
+                metavar="FOLDER|s3://BUCKET/PREFIX",
+                help="Where artifacts are kept; default: $DSPARK_STORE, else .dspark/store in the checkout.",
+            ),
+        ] = None,
+        force: Annotated[
+            list[str] | None,
+            typer.Option(metavar="STAGE", help="Make a stage again, and those that depend on it; may be repeated."),
+        ] = None,
+        show_recipes: Annotated[bool, typer.Option("--list-recipes", help="Show the recipes that ship here.")] = False,
+    ) -> None:
+        """Run the flow for one recipe."""
+        if show_recipes:
+            print("\n".join(list_recipes()))
+            return
+        request = _Request(recipe, tuple(overrides or ()), store, tuple(force or ()))
+        rows = _checked_plan(command, request)
+        if plan_only:
+            print(_plan_table(rows))
+            return
+        _log_to_terminal()
+        refs = _run(command, request)
+        print(command.show(open_store(store), refs))
+
+    app()
 
 
-def _checked_plan(recipe: str, overrides: tuple[str, ...], store: str | None, force: tuple[str, ...]) -> list[PlanRow]:
+@dataclass(frozen=True)
+class _Request:
+    recipe: str
+    overrides: tuple[str, ...]
+    store: str | None
+    force: tuple[str, ...]
+
+
+def _checked_plan(command: FlowCommand, request: _Request) -> list[PlanRow]:
     """Refuse what cannot work, with exit code 2, before anything is started."""
     from tasks.recipe import RecipeError
     from tasks.store import StoreError
 
     try:
-        return pipeline.plan(open_recipe(recipe, overrides), open_store(store), pipeline.load_stages(), force)
+        recipe = open_recipe(request.recipe, request.overrides)
+        return pipeline.plan(recipe, open_store(request.store), pipeline.load_stages(command.stages), request.force)
     except (RecipeError, StoreError, pipeline.PipelineError) as error:
         _stop(f"error: {error}", code=2)
 
 
-def _run(recipe: str, overrides: tuple[str, ...], store: str | None, force: tuple[str, ...]) -> ArtifactRef:
-    """Run the flow; returns the release."""
+def _run(command: FlowCommand, request: _Request) -> Mapping[str, ArtifactRef]:
+    """Run the flow; returns its artifacts by stage."""
     signal.signal(signal.SIGTERM, _terminate)
     try:
-        from flows.full_pipeline import full_pipeline
         from flows.local_server import ensure_prefect_server
 
+        module, _, name = command.flow.partition(":")
+        flow = getattr(importlib.import_module(module), name)
         ensure_prefect_server()
-        return full_pipeline(recipe, overrides, store, force)
+        refs: Mapping[str, ArtifactRef] = flow(request.recipe, request.overrides, request.store, request.force)
+        return refs
     except KeyboardInterrupt:
         _stop("interrupted; the next run continues from here", code=130)
     except Exception as error:

@@ -6,18 +6,20 @@ A stage whose artifact is in the store already is `Cached`.
 """
 
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also works where the project is not installed
 
 if __name__ == "__main__":  # the command line refuses a wrong recipe before Prefect is even imported
-    from flows.cli import app
+    from flows.cli import run_command
+    from flows.commands import FULL_PIPELINE
 
-    app()
+    run_command(FULL_PIPELINE)
+    sys.exit()
 
-from prefect import flow, runtime
+from prefect import flow
 
+from flows.names import run_name
 from tasks.manifest import ArtifactRef
 from tasks.preflight import open_recipe, open_store
 from tasks.recipe import Recipe
@@ -25,19 +27,13 @@ from tasks.recipe_file import DEFAULT_RECIPE
 from tasks.run import PipelineRun
 
 
-def _run_name() -> str:
-    recipe = runtime.flow_run.parameters["recipe"]
-    name = recipe.name if isinstance(recipe, Recipe) else Path(recipe).stem
-    return f"{name}-{datetime.now(UTC):%Y%m%d-%H%M%S}"
-
-
-@flow(name="full-pipeline", flow_run_name=_run_name)
+@flow(name="full-pipeline", flow_run_name=run_name)
 def full_pipeline(
     recipe: Recipe | str = DEFAULT_RECIPE,
     overrides: tuple[str, ...] = (),
     store: str | None = None,
     force: tuple[str, ...] = (),
-) -> ArtifactRef:
+) -> dict[str, ArtifactRef]:
     """Train, measure and package a DSpark drafter for one verifier.
 
     Args:
@@ -53,6 +49,7 @@ def full_pipeline(
         run("responses")  # the verifier's answers to the training prompts, as exact token ids
         run("examples")  # token ids and loss masks, split by conversation
         run("vocab")  # the tokens that the drafter may propose
+        run("coverage")  # what that vocabulary leaves out, and what it costs
         run("hidden_states")  # what the verifier computed inside for every training token
         run("drafter")  # training: a checkpoint that vLLM loads
         run("evaluation")  # served: acceptance, speedup, and whether training predicted them

@@ -1,107 +1,72 @@
-"""Let the verifier answer prompts, with its hidden states in the same request; durable row by row.
+"""Let the verifier answer conversations turn by turn; durable answer by answer.
 
-Each answer is appended to a journal as soon as its states lie in the spool, so a killed run asks only what is left:
-no row is lost, none is written twice. The result is rewritten in the order of the prompts, whatever the order of
-arrival.
+Each answer is kept as soon as it arrives, with its hidden states in a spool where they come along. A killed run asks
+only what is left: no answer is lost, none is there twice. The artifact is written in the order of the prompts.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import time
+import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tasks.server_specs import extract_spec
+from tasks.answer_journal import Journal
+from tasks.answer_report import AnswerReport
+from tasks.answer_rows import AnswerRow, AnswerWriter
+from tasks.answer_servers import AnswerServers, answer_servers
+from tasks.conversation_turns import Conversation
+from tasks.jsonl import read_jsonl, write_jsonl
+from tasks.progress import Progress
+from tasks.recipe_data import ResponseMode
+from tasks.response_modes import choose_mode, mode_fields
+from tasks.sampling import Sampling, request_seed
 from tasks.stage import StageContext
 from tasks.states_spool import StatesSpool
-from tasks.vllm_client import Completion, Request, generate
+from tasks.vllm_client import Completion, Request, RequestRefused, generate
 
-ANSWERS = "responses.jsonl"
 ERRORS = "errors.jsonl"
+COUNTS = "counts.json"
 
 
 class TooManyFailuresError(RuntimeError):
-    """More rows failed than the recipe allows."""
+    """More conversations failed than the recipe allows."""
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Rows of a JSON-lines file."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+class PromptFileError(ValueError):
+    """A prompts file that no run of the prompts stage would write."""
 
 
-def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Write rows so that the file either is whole or does not exist."""
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    os.replace(partial, path)
+@dataclass(frozen=True)
+class AnswerPlan:
+    """How prompts are answered.
+
+    Attributes:
+        stage: whose artifact the answers become.
+        prompts: JSON lines of the prompts stage.
+        max_new_tokens: length limit of an answer.
+        max_turns: answers per conversation.
+        sampling: of every answer.
+        modes: drawn by conversation.
+        seed: of sampling and modes.
+        want_states: keep hidden states in the spool, if the server gives them.
+    """
+
+    stage: str
+    prompts: Path
+    max_new_tokens: int
+    max_turns: int
+    sampling: Sampling
+    modes: tuple[ResponseMode, ...] = ()
+    seed: int = 0
+    want_states: bool = True
 
 
-class Journal:
-    """Append-only rows that survive kill -9: a torn last line is cut off when the journal is opened again."""
-
-    def __init__(self, path: Path) -> None:
-        self.rows: dict[str, dict[str, Any]] = {}
-        if path.is_file():
-            whole = path.read_bytes()
-            whole = whole[: whole.rfind(b"\n") + 1]
-            with path.open("r+b") as file:
-                file.truncate(len(whole))
-            self.rows = {row["id"]: row for row in map(json.loads, whole.splitlines())}
-        self._file = path.open("a")
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Add a row; it is handed to the operating system before this returns."""
-        self.rows[row["id"]] = row
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Make the rows durable against power loss as well."""
-        os.fsync(self._file.fileno())
-        self._file.close()
-
-
-class Progress:
-    """A line every few seconds: how far, how fast, how long still."""
-
-    def __init__(self, context: StageContext, total: int, noun: str, every_seconds: float = 10.0) -> None:
-        self.log, self.total, self.noun, self.every_seconds = context.log, total, noun, every_seconds
-        self.done = self.tokens = 0
-        self.started = self.last = time.monotonic()
-
-    def add(self, tokens: int) -> None:
-        """Count a finished row."""
-        self.done += 1
-        self.tokens += tokens
-        now = time.monotonic()
-        if now - self.last >= self.every_seconds or self.done == self.total:
-            self.last = now
-            elapsed = max(now - self.started, 1e-9)
-            left = (self.total - self.done) * elapsed / self.done
-            self.log.info(
-                "%d of %d %s, %.0f tokens/s, %.0f s left",
-                self.done,
-                self.total,
-                self.noun,
-                self.tokens / elapsed,
-                left,
-            )
-
-
-def answer_prompts(
-    context: StageContext,
-    stage: str,
-    prompts: list[dict[str, Any]],
-    *,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-) -> dict[str, int | float]:
-    """Write `responses.jsonl` (and `errors.jsonl`) to the stage's output; states go to the stage's spool.
+def answer_prompts(context: StageContext, plan: AnswerPlan) -> dict[str, int | float | str]:
+    """Write answer shards, errors.jsonl and report.json to the stage's output; states go to the stage's spool.
 
     What is written is final: after a kill, later parts of the stage continue from the same rows.
 
@@ -109,89 +74,177 @@ def answer_prompts(
         Counts for the manifest.
 
     Raises:
-        TooManyFailuresError: a larger share of rows failed than `responses.max_failed_share`; says the commonest error.
+        TooManyFailuresError: a larger share of conversations failed than `responses.max_failed_share`, or all did.
+        PromptFileError: the prompts hold an id twice, or a row without user turn.
     """
-    if (context.output / ERRORS).is_file():  # written last
-        return _counts(read_jsonl(context.output / ANSWERS), len(read_jsonl(context.output / ERRORS)))
-    journal = Journal(context.scratch / "journal.jsonl")
-    left = [prompt for prompt in prompts if prompt["id"] not in journal.rows]
-    if len(left) < len(prompts):
-        context.log.info("%d of %d answers are there already", len(prompts) - len(left), len(prompts))
-    requests = [
-        Request(
-            prompt["id"],
-            messages=prompt["messages"],
-            max_tokens=max_new_tokens,
-            temperature=temperature,
-            seed=seed if temperature else None,
-            with_states=True,
+    final = context.output / COUNTS
+    if final.is_file():  # written last
+        finished: dict[str, int | float | str] = json.loads(final.read_text())
+        return finished
+    total = check_prompt_file(plan.prompts)
+    journal = Journal(context.scratch / "journal")
+    asking = _Asking(context, plan, journal)
+    try:
+        asking.run(total)
+    finally:
+        journal.close()
+    _check_failures(asking.failed, total, context.recipe.responses.max_failed_share)
+    counts = _write(context, plan, journal, asking)
+    write_jsonl(context.output / ERRORS, read_jsonl(asking.errors))
+    final.write_text(json.dumps(counts))
+    return counts
+
+
+def check_prompt_file(path: Path) -> int:
+    """Count the prompts of a file whose rows can all be asked.
+
+    Raises:
+        PromptFileError: names the line and what is wrong.
+    """
+    seen: set[str] = set()
+    for number, row in enumerate(read_jsonl(path), start=1):
+        where = f"{path} line {number}"
+        for name in ("id", "subset", "messages", "source"):
+            if not row.get(name):
+                raise PromptFileError(f"{where}: {name!r} is missing or empty; delete the artifact and run again")
+        if row["id"] in seen:
+            raise PromptFileError(f"{where}: id {row['id']!r} occurs twice; delete the artifact and run again")
+        if Conversation(row["messages"], 1).next_messages() is None:
+            raise PromptFileError(
+                f"{where}: {row['id']!r} has no user turn to answer; delete the artifact and run again"
+            )
+        seen.add(row["id"])
+    if not seen:
+        raise PromptFileError(f"{path} holds no prompts; delete the artifact and run again")
+    return len(seen)
+
+
+class _Asking:
+    """The conversations in flight, and what becomes of their answers."""
+
+    def __init__(self, context: StageContext, plan: AnswerPlan, journal: Journal) -> None:
+        self.context, self.plan, self.journal = context, plan, journal
+        self.errors = context.scratch / ERRORS
+        self.errors.write_text("")  # what failed in an earlier run is asked again
+        self.failed: list[str] = []
+        self.cut = 0
+        self._active: dict[str, tuple[Conversation, Mapping[str, Any]]] = {}
+
+    def run(self, total: int) -> None:
+        """Ask whatever is not answered yet."""
+        done = sum(self._resumed(prompt).next_messages() is None for prompt in read_jsonl(self.plan.prompts))
+        if self.journal.rows:
+            self.context.log.info(
+                "%d answers are there already, %d of %d conversations are complete", self.journal.rows, done, total
+            )
+        if done == total:
+            return
+        found = answer_servers(self.context, want_states=self.plan.want_states)
+        self._spool = StatesSpool.of(self.context, self.plan.stage) if found.with_states else None
+        self.progress = Progress(self.context, total, "conversations", done=done)
+        self._ask(found)
+
+    def _ask(self, found: AnswerServers) -> None:
+        generate(
+            found.servers,
+            self._requests(),
+            concurrency=self.context.recipe.serving.concurrency,
+            on_completion=self._keep,
+            on_failure=self._fail,
         )
-        for prompt in left
-    ]
-    subsets = {prompt["id"]: prompt["subset"] for prompt in prompts}
-    errors = _ask(context, requests, subsets, StatesSpool.of(context, stage), journal) if requests else []
-    journal.close()
-    rows = [journal.rows[prompt["id"]] for prompt in prompts if prompt["id"] in journal.rows]
-    _check_failures(errors, len(prompts), context.recipe.responses.max_failed_share)
-    write_jsonl(context.output / ANSWERS, rows)
-    write_jsonl(context.output / ERRORS, errors)
-    return _counts(rows, len(errors))
 
+    def _resumed(self, prompt: Mapping[str, Any]) -> Conversation:
+        conversation = Conversation(prompt["messages"], self.plan.max_turns)
+        if prompt["id"] in self.journal:
+            for row in self.journal.turns(prompt["id"]):
+                conversation.take(json.loads(row.message))
+        return conversation
 
-def _ask(
-    context: StageContext,
-    requests: list[Request],
-    subsets: Mapping[str, str],
-    spool: StatesSpool,
-    journal: Journal,
-) -> list[dict[str, str]]:
-    """Ask the verifier; answers go to the journal once their states lie in the spool. Returns what failed for good."""
-    errors: list[dict[str, str]] = []
-    server = context.servers.acquire(extract_spec(context))
-    progress = Progress(context, len(requests), "answers")
+    def _requests(self) -> Iterator[Request]:
+        for prompt in read_jsonl(self.plan.prompts):
+            conversation = self._resumed(prompt)
+            if (request := self._request(prompt, conversation)) is not None:
+                self._active[prompt["id"]] = conversation, prompt
+                yield request
 
-    def keep(request: Request, answer: Completion) -> None:
-        assert answer.states_path is not None
-        spool.adopt(request.id, answer.states_path, [*answer.prompt_token_ids, *answer.token_ids][:-1])
-        journal.append(
-            {
-                "id": request.id,
-                "subset": subsets[request.id],
-                "prompt_token_ids": answer.prompt_token_ids,
-                "token_ids": answer.token_ids,
-                "finish_reason": answer.finish_reason,
-            }
+    def _request(self, prompt: Mapping[str, Any], conversation: Conversation) -> Request | None:
+        messages = conversation.next_messages()
+        if messages is None:
+            return None
+        plan, name, turn = self.plan, prompt["id"], conversation.turn
+        extra = {**plan.sampling.extra, **mode_fields(choose_mode(plan.modes, plan.seed, name))}
+        tools = prompt.get("tools") or None
+        if tools and not (self.context.recipe.responses.tool_call_parser or self.context.recipe.serving.urls):
+            extra["tool_choice"] = "none"  # vLLM refuses "auto" without a parser
+        return Request(
+            f"{name}/{turn}",
+            messages=messages,
+            max_tokens=plan.max_new_tokens,
+            temperature=plan.sampling.temperature,
+            seed=None if plan.sampling.is_greedy else request_seed(plan.seed, name, turn),
+            with_states=self._spool is not None,
+            tools=tools,
+            extra=extra,
         )
-        progress.add(len(answer.token_ids))
 
-    def fail(request: Request, error: Exception) -> None:
-        errors.append({"id": request.id, "error": f"{type(error).__name__}: {error}"})
-        context.log.warning("prompt %s failed: %s", request.id, error)
+    def _keep(self, request: Request, answer: Completion) -> Request | None:
+        name, _, turn = request.id.rpartition("/")
+        conversation, prompt = self._active[name]
+        message = answer.message or {"role": "assistant", "content": ""}
+        if self._spool is not None:
+            assert answer.states_path is not None
+            self._spool.adopt(request.id, answer.states_path, [*answer.prompt_token_ids, *answer.token_ids][:-1])
+        mode = choose_mode(self.plan.modes, self.plan.seed, name).name if self.plan.modes else ""
+        self.journal.append(
+            AnswerRow(
+                request.id, name, int(turn), prompt["subset"], prompt["source"], mode,
+                answer.prompt_token_ids, answer.token_ids, answer.finish_reason, json.dumps(message),
+            )
+        )  # fmt: skip
+        conversation.take(message)
+        following = self._request(prompt, conversation)
+        if following is None:
+            del self._active[name]
+        self.progress.add(len(answer.token_ids), rows=following is None)
+        return following
 
-    generate(
-        server,
-        requests,
-        concurrency=context.recipe.serving.concurrency,
-        on_completion=keep,
-        on_failure=fail,
+    def _fail(self, request: Request, error: Exception) -> None:
+        name, _, turn = request.id.rpartition("/")
+        cause = f"{type(error).__name__}: {error}"
+        with self.errors.open("a", encoding="utf-8") as stream:
+            stream.write(json.dumps({"id": name, "turn": int(turn), "error": cause}) + "\n")
+        del self._active[name]
+        if int(turn) and isinstance(error, RequestRefused) and 400 <= error.status < 500:
+            self.cut += 1  # usually: the conversation has become longer than the server takes
+        else:
+            self.failed.append(cause)
+            self.context.log.warning("prompt %s failed: %s", name, cause)
+        self.progress.add(rows=1)
+
+
+def _write(context: StageContext, plan: AnswerPlan, journal: Journal, asking: _Asking) -> dict[str, int | float | str]:
+    """Write the shards in the order of the prompts, and the report."""
+    report, writer = AnswerReport(), AnswerWriter(context.output)
+    for prompt in read_jsonl(plan.prompts):
+        rows = journal.turns(prompt["id"])
+        for row in rows:
+            writer.add(row)
+        if rows:
+            report.add(rows, asking._resumed(prompt))
+    writer.close()
+    for line in report.lines():
+        context.log.info("%s", line)
+    return report.write(context.output, len(asking.failed), asking.cut)
+
+
+def _check_failures(failed: list[str], total: int, allowed: float) -> None:
+    if len(failed) <= allowed * total and len(failed) < total:
+        return
+    # Errors that differ in numbers only are one error.
+    masked = Counter(re.sub(r"\d+", "#", cause) for cause in failed)
+    commonest, times = masked.most_common(1)[0]
+    example = next(cause for cause in failed if re.sub(r"\d+", "#", cause) == commonest)
+    raise TooManyFailuresError(
+        f"{len(failed)} of {total} conversations failed, more than responses.max_failed_share={allowed:g}; the "
+        f"commonest error ({times} times): {example}. Finished answers are kept: run again to ask only the rest"
     )
-    return errors
-
-
-def _check_failures(errors: list[dict[str, str]], total: int, allowed: float) -> None:
-    if len(errors) > allowed * total:
-        commonest, times = Counter(error["error"] for error in errors).most_common(1)[0]
-        raise TooManyFailuresError(
-            f"{len(errors)} of {total} prompts failed, more than responses.max_failed_share={allowed:g}; the commonest "
-            f"error ({times} times): {commonest}. Finished answers are kept: run again to ask only the rest"
-        )
-
-
-def _counts(rows: list[dict[str, Any]], failed: int) -> dict[str, int | float]:
-    return {
-        "rows": len(rows),
-        "failed": failed,
-        "prompt_tokens": sum(len(row["prompt_token_ids"]) for row in rows),
-        "response_tokens": sum(len(row["token_ids"]) for row in rows),
-        "finished_by_length": sum(row["finish_reason"] == "length" for row in rows),
-    }

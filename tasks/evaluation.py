@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tasks.answers import ANSWERS, read_jsonl
+from tasks.answer_rows import read_answers
 from tasks.recipe import Recipe
 from tasks.references import SPLIT
 from tasks.server_spec import engine_name
@@ -39,7 +39,7 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
     drafter = context.parents["drafter"] / "drafter"
     specs = [plain_spec(context), dspark_spec(context, drafter)]
     plain, drafting = context.servers.acquire_many(specs)
-    rows = read_jsonl(context.parents["references"] / ANSWERS)
+    rows = list(read_answers(context.parents["references"]))
     rounds = run_rounds(
         context,
         plain,

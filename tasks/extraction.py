@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tasks.answers import Progress
+from tasks.progress import Progress
 from tasks.server_specs import extract_spec, state_layer_ids
 from tasks.stage import StageContext
 from tasks.states_file import read_states
@@ -50,7 +50,7 @@ def store_states(context: StageContext, examples: Examples, split: str, owner: s
 
     writer = StatesWriter(context.output, split, documents_per_shard=BATCH)
     spool = StatesSpool.of(context, owner)
-    progress = Progress(context, len(examples) - writer.next_document, f"{split} documents with states")
+    progress = Progress(context, len(examples), f"documents with states, {split}", done=writer.next_document)
     extracted = 0
     for first in range(writer.next_document, len(examples), BATCH):
         batch = range(first, min(first + BATCH, len(examples)))

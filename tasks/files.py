@@ -79,6 +79,58 @@ class Files:
 
         return self._retry(stream)
 
+    def write(self, path: str, content: bytes) -> None:
+        """Write a small file."""
+        self._retry(lambda: self._fs.pipe_file(self._at(path), content))
+
+    def details(self, folder: str) -> list[tuple[str, int, float]]:
+        """Path relative to the folder, bytes and time of the last change (since 1970) of every file below it."""
+        base = self._at(folder)
+        found = self._retry(lambda: self._fs.find(base, detail=True))
+        return [
+            (
+                path[len(base) :].lstrip("/"),
+                info["size"],
+                info["LastModified"].timestamp() if "LastModified" in info else info["mtime"],
+            )
+            for path, info in found.items()
+        ]
+
+    @property
+    def has_conditional_writes(self) -> bool:
+        """Whether the storage can write a file only if it is absent or unchanged (S3; a folder has locks instead)."""
+        return "s3" in (self._fs.protocol if isinstance(self._fs.protocol, tuple) else (self._fs.protocol,))
+
+    def create(self, path: str, content: bytes) -> str | None:
+        """Write a small file unless it is there; returns its entity tag, None if it is there.
+
+        https://docs.aws.amazon.com/AmazonS3/latest/userguide/conditional-writes.html
+        """
+        return self._conditional(path, content, IfNoneMatch="*")
+
+    def replace(self, path: str, content: bytes, tag: str) -> str | None:
+        """Write a small file if its entity tag is still `tag`; returns the new one, None if it changed or is gone."""
+        return self._conditional(path, content, IfMatch=tag)
+
+    def tag(self, path: str) -> str | None:
+        """A file's entity tag, None if it is absent."""
+        try:
+            info = self._retry(lambda: self._fs.info(self._at(path), refresh=True))
+        except FileNotFoundError:
+            return None
+        return str(info["ETag"])
+
+    def _conditional(self, path: str, content: bytes, **condition: str) -> str | None:
+        try:
+            written = self._retry(lambda: self._fs.pipe_file(self._at(path), content, **condition))
+        except FileNotFoundError:  # to be replaced, and gone
+            return None
+        except OSError as error:
+            if _is_unmet(error):
+                return None
+            raise
+        return str(written["ETag"])
+
     def upload(self, source: Path, path: str) -> None:
         """Send a local file; S3 shows it only when it is complete."""
         self._retry(lambda: self._fs.put_file(str(source), self._at(path)))
@@ -110,6 +162,15 @@ class Files:
             reraise=True,
         )
         return attempts(action)
+
+
+def _is_unmet(error: OSError) -> bool:
+    """Whether the condition of a write did not hold; 409 is S3's word for two such writes at once."""
+    for cause in (error, error.__cause__):
+        response = getattr(cause, "response", None) or {}
+        if response.get("ResponseMetadata", {}).get("HTTPStatusCode") in (409, 412):
+            return True
+    return False
 
 
 def _report(state: RetryCallState) -> None:

@@ -33,6 +33,14 @@ def exclusive(file: Path, log: logging.Logger, waiting: str) -> Iterator[None]:
         yield
 
 
+def is_held(file: Path) -> bool:
+    """Whether some process holds the lock."""
+    if not file.is_file():
+        return False
+    with file.open("w") as handle:
+        return not _try(handle.fileno())
+
+
 def _try(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

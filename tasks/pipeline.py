@@ -23,20 +23,23 @@ STAGE_NAMES = (
     "responses",
     "examples",
     "vocab",
+    "coverage",
     "hidden_states",
     "drafter",
     "evaluation",
     "release",
 )
+# What comes before a drafter: flows/regenerate.py.
+DATA_STAGES = STAGE_NAMES[: STAGE_NAMES.index("hidden_states")]
 
 
 class PipelineError(ValueError):
     """Stages that do not form a pipeline, or the name of a stage that is not in it."""
 
 
-def load_stages() -> tuple[Stage, ...]:
-    """The pipeline's stages in order, each the `STAGE` of the module of its name."""
-    return tuple(importlib.import_module(f"tasks.{name}").STAGE for name in STAGE_NAMES)
+def load_stages(names: Sequence[str] = STAGE_NAMES) -> tuple[Stage, ...]:
+    """Stages of the pipeline in order, each the `STAGE` of the module of its name."""
+    return tuple(importlib.import_module(f"tasks.{name}").STAGE for name in names)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Pictures of a release: acceptance by position, and how training went."""
+"""Pictures: acceptance by position, how training went, and the canvas of all others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 def plot_acceptance(evaluation: Mapping[str, Any], path: Path) -> None:
     """Served survival per position, each subset a line, the overall bold, the walk's prediction as markers."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     positions = range(1, evaluation["num_speculative_tokens"] + 1)
     for name, row in evaluation["subsets"].items():
         label = f"{name} ({row['acceptance_length']:.2f})"
@@ -32,12 +32,12 @@ def plot_acceptance(evaluation: Mapping[str, Any], path: Path) -> None:
         ylim=(0, None),
     )
     axes.legend(title="subset (acceptance_length)", fontsize=8)
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_training(history: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Loss per step (smoothed) and walked acceptance length at each validation."""
-    figure, axes = _figure()
+    figure, axes = new_figure()
     steps = [entry for entry in history if "loss" in entry]
     walks = [entry for entry in history if "walked_acceptance_length" in entry]
     axes.plot([e["step"] for e in steps], _smooth([e["loss"] for e in steps]), color="tab:blue")
@@ -47,7 +47,7 @@ def plot_training(history: Sequence[Mapping[str, Any]], path: Path) -> None:
     right = axes.twinx()
     right.plot([e["step"] for e in walks], [e["walked_acceptance_length"] for e in walks], "o-", color="tab:orange")
     right.set_ylabel("walked acceptance length, held-out conversations", color="tab:orange")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _smooth(values: Sequence[float], factor: float = 0.95) -> list[float]:
@@ -60,7 +60,8 @@ def _smooth(values: Sequence[float], factor: float = 0.95) -> list[float]:
     return smoothed
 
 
-def _figure() -> tuple[Any, Any]:
+def new_figure() -> tuple[Any, Any]:
+    """A figure and its axes, without a screen."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -69,7 +70,8 @@ def _figure() -> tuple[Any, Any]:
     return pyplot.subplots(figsize=(8, 5), layout="constrained")
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a PNG and forget the figure."""
     from matplotlib import pyplot
 
     path.parent.mkdir(parents=True, exist_ok=True)

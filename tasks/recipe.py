@@ -12,17 +12,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
+from tasks.recipe_data import ExamplesSection, PromptsSection, ResponsesSection, VocabSection
+from tasks.recipe_section import RecipeError, Section
 
-class RecipeError(ValueError):
-    """A recipe that cannot be run: names the field, its value, what was expected and what to do."""
-
-
-class Section(BaseModel):
-    """Base of all recipe sections: unknown fields are refused, values are frozen."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+__all__ = ["Recipe", "RecipeError", "Section"]
 
 
 Dtype = Literal["bfloat16", "float16", "float32"]
@@ -59,54 +54,6 @@ class HubVerifier(Section):
 
 
 VerifierSection = Annotated[WheelVerifier | PathVerifier | HubVerifier, Field(discriminator="source")]
-
-
-class PromptsSection(Section):
-    """Where the user turns come from."""
-
-    source: Literal["builtin", "self", "dataset"] = Field(
-        "builtin", description="builtin: requests that ship here; self: invented by the verifier; dataset: your own"
-    )
-    dataset: str | None = Field(None, description="for source=dataset: hub id, or a .jsonl/.parquet path")
-    split: str = Field("train", description="of a hub dataset")
-    num_prompts: int = Field(1000, ge=2, description="training and validation prompts, after filters")
-    max_prompt_tokens: int = Field(256, ge=8, description="longer prompts are left out; chat template included")
-    seed: int = Field(0, description="of the choice and order of prompts")
-
-    @model_validator(mode="after")
-    def _dataset_named(self) -> PromptsSection:
-        if (self.source == "dataset") != (self.dataset is not None):
-            raise ValueError(
-                f"prompts.dataset={self.dataset!r} with prompts.source={self.source!r}: "
-                "give `dataset` exactly when source is 'dataset'"
-            )
-        return self
-
-
-class ResponsesSection(Section):
-    """How the verifier answers."""
-
-    max_new_tokens: int = Field(128, ge=1, description="length limit of an answer")
-    temperature: float = Field(0.0, ge=0.0, description="0: greedy, the verifier's most likely token each time")
-    seed: int = Field(0, description="of sampling, where temperature is above 0")
-    max_failed_share: float = Field(0.02, ge=0.0, le=1.0, description="more failed rows than this fail the stage")
-
-
-class ExamplesSection(Section):
-    """Training rows made of the answers."""
-
-    validation_share: float = Field(0.06, gt=0.0, lt=0.5, description="share of conversations held out")
-    max_length: int = Field(512, ge=16, description="tokens; longer rows are clipped on the right")
-    min_supervised_tokens: int = Field(4, ge=1, description="conversations with shorter answers are left out")
-    seed: int = Field(0, description="of the split")
-
-
-class VocabSection(Section):
-    """Draft vocabulary: the most frequent supervised tokens, or the verifier's whole vocabulary."""
-
-    draft_vocab_size: Annotated[int, Field(ge=1)] | Literal["full"] = Field(
-        8192, description="tokens the drafter may propose"
-    )
 
 
 class DrafterSection(Section):
@@ -214,9 +161,19 @@ class ServingSection(Section):
         None,
         description="interpreter of the environment that has vLLM; null: $DSPARK_SERVING_PYTHON or .venv-serve",
     )
+    urls: tuple[str, ...] = Field(
+        (), description="OpenAI-compatible servers to answer prompts, such as http://gpu1:8000; empty: start one here"
+    )
+    served_model: str | None = Field(
+        None, description="of `urls`: name of the verifier there; null: the one model they serve, if its name fits"
+    )
     max_model_len: int = Field(2048, ge=16, description="longest prompt plus answer, in tokens")
     max_num_seqs: int = Field(32, ge=1, description="requests that vLLM decodes together")
-    concurrency: int = Field(32, ge=1, description="requests in flight while responses are generated")
+    concurrency: int = Field(32, ge=1, description="requests in flight, per server, while answers are made")
+    request_timeout_seconds: float = Field(1800.0, gt=0, description="an answer that takes longer is asked for again")
+    spool_gib: float = Field(
+        16.0, ge=0, description="keep hidden states while answering if they fit; else they are extracted later"
+    )
     kv_cache_gib: float = Field(2.0, gt=0, description="CPU engine only")
     extra_args: tuple[str, ...] = Field((), description="further arguments of `vllm serve`")
     start_timeout_seconds: float = Field(600.0, gt=0, description="a server not ready by then counts as failed")
@@ -249,6 +206,16 @@ class Recipe(Section):
         """Tokens proposed per verification when served."""
         return self.evaluation.num_speculative_tokens or self.proposals_per_block
 
+    @field_validator("serving")
+    @classmethod
+    def _urls(cls, serving: ServingSection) -> ServingSection:
+        for url in serving.urls:
+            if not url.startswith(("http://", "https://")):
+                raise ValueError(f"serving.urls: {url!r} must begin with http:// or https://")
+        if serving.served_model is not None and not serving.urls:
+            raise ValueError(f"serving.served_model={serving.served_model!r} has no effect without serving.urls")
+        return serving
+
     @model_validator(mode="after")
     def _check_across_sections(self) -> Recipe:
         wanted, offered = self.evaluation.num_speculative_tokens, self.proposals_per_block
@@ -271,11 +238,10 @@ class Recipe(Section):
                 f"prompts.max_prompt_tokens plus max_new_tokens need {longest}: raise serving.max_model_len or shorten "
                 "the others"
             )
-        document = min(self.examples.max_length, self.prompts.max_prompt_tokens + self.responses.max_new_tokens)
-        if document > self.training.tokens_per_step:
+        if self.examples.max_length > self.training.tokens_per_step:
             raise ValueError(
-                f"training.tokens_per_step={self.training.tokens_per_step} is less than the {document} tokens that a "
-                "document may have, and documents are never split: raise it or lower examples.max_length"
+                f"training.tokens_per_step={self.training.tokens_per_step} is less than the {self.examples.max_length} "
+                "tokens that a document may have, and documents are never split: raise it or lower examples.max_length"
             )
         ids = self.drafter.aux_hidden_state_layer_ids
         if ids is not None and (list(ids) != sorted(set(ids)) or not ids or ids[0] < 1):

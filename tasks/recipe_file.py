@@ -11,6 +11,7 @@ import yaml
 from pydantic import ValidationError
 
 from tasks.recipe import Recipe, RecipeError, VerifierSection
+from tasks.recipe_data import FILE_SUFFIXES
 
 RECIPES_DIR = Path(__file__).resolve().parent.parent / "deployments" / "recipes"
 DEFAULT_RECIPE = "smollm2-135m"
@@ -40,9 +41,10 @@ def load_recipe(name_or_file: str = DEFAULT_RECIPE, overrides: list[str] | tuple
         raise RecipeError(f"{path} is not valid YAML: {error}") from error
     if not isinstance(raw, dict):
         raise RecipeError(f"{path} must hold a mapping of recipe sections, found {type(raw).__name__}")
+    _expand_paths(raw, path.parent)
     for override in overrides:
         _apply_override(raw, override)
-    _expand_paths(raw, path.parent)
+    _expand_paths(raw, Path.cwd())  # what is typed on a command line starts where it is typed
     return parse_recipe(raw)
 
 
@@ -55,7 +57,11 @@ def parse_recipe(raw: dict[str, Any]) -> Recipe:
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise RecipeError("\n".join(_describe(fault) for fault in error.errors())) from error
+        faults = error.errors()
+        # A tuple whose entries are wrong is reported as too short as well.
+        inner = [fault["loc"][: len(outer["loc"])] for outer in faults for fault in faults if fault is not outer]
+        told = [fault for fault in faults if fault["type"] != "too_short" or fault["loc"] not in inner]
+        raise RecipeError("\n".join(_describe(fault) for fault in told)) from error
 
 
 def _describe(fault: Any) -> str:
@@ -80,7 +86,9 @@ def _known(loc: tuple[Any, ...]) -> list[str]:
             options = get_args(get_args(VerifierSection)[0])
             model = next(m for m in options if get_args(m.model_fields["source"].annotation) == (part,))
             continue
-        model = model.model_fields[part].annotation
+        annotation = model.model_fields[part].annotation if isinstance(part, str) else model
+        # An entry of a tuple of models is named by its position.
+        model = next((inner for inner in get_args(annotation) if hasattr(inner, "model_fields")), annotation)
     return sorted(model.model_fields)
 
 
@@ -106,11 +114,23 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _expand_paths(raw: dict[str, Any], base: Path) -> None:
-    """Paths in a recipe are relative to its file; `~` and `$VAR` are expanded."""
-    for section, field in (("verifier", "path"), ("prompts", "dataset")):
-        values = raw.get(section)
-        value = values.get(field) if isinstance(values, dict) else None
-        is_file = field == "path" or (isinstance(value, str) and value.endswith((".jsonl", ".parquet")))
-        if isinstance(values, dict) and isinstance(value, str) and is_file and "://" not in value:
-            expanded = Path(os.path.expandvars(value)).expanduser()
-            values[field] = str(expanded if expanded.is_absolute() else (base / expanded).resolve())
+    """Make paths absolute: relative ones start at `base`; `~` and `$VAR` are expanded."""
+    verifier, prompts = raw.get("verifier"), raw.get("prompts")
+    if isinstance(verifier, dict) and isinstance(verifier.get("path"), str):
+        verifier["path"] = _absolute(verifier["path"], base)
+    if not isinstance(prompts, dict) or "sources" not in prompts:
+        return
+    sources = prompts["sources"] if isinstance(prompts["sources"], list) else [prompts["sources"]]
+    prompts["sources"] = [_expand_source(source, base) for source in sources]
+
+
+def _expand_source(source: Any, base: Path) -> Any:
+    if isinstance(source, dict):
+        return source | {"source": _expand_source(source["source"], base)} if "source" in source else source
+    is_file = isinstance(source, str) and source.endswith(FILE_SUFFIXES) and "://" not in source
+    return _absolute(source, base) if is_file else source
+
+
+def _absolute(path: str, base: Path) -> str:
+    expanded = Path(os.path.expandvars(path)).expanduser()
+    return str(expanded if expanded.is_absolute() else (base / expanded).resolve())

@@ -8,9 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tasks.answers import ANSWERS, answer_prompts, read_jsonl
+from tasks.answer_rows import read_answers
+from tasks.answers import AnswerPlan, answer_prompts
+from tasks.example_rows import example_row
 from tasks.extraction import store_states
 from tasks.recipe import Recipe
+from tasks.sampling import GREEDY
 from tasks.stage import Stage, StageContext
 from tasks.states_spool import StatesSpool
 
@@ -29,27 +32,19 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
     """Answer the evaluation prompts greedily and keep the hidden states of the answers."""
     from dspark_model.dataset import Examples, write_examples
 
-    prompts = read_jsonl(context.parents["prompts"] / "evaluation.jsonl")
-    counts = answer_prompts(
-        context,
-        "references",
-        prompts,
+    plan = AnswerPlan(
+        stage="references",
+        prompts=context.parents["prompts"] / "evaluation.jsonl",
         max_new_tokens=context.recipe.evaluation.max_new_tokens,
-        temperature=0.0,
-        seed=0,
+        max_turns=1,
+        sampling=GREEDY,
     )
-    rows = read_jsonl(context.output / ANSWERS)
+    counts = answer_prompts(context, plan)
     examples = context.output / f"{SPLIT}.safetensors"
-    write_examples(examples, [example_row(row) for row in rows])
+    write_examples(examples, [example_row(row) for row in read_answers(context.output)])
     extracted = store_states(context, Examples(examples), SPLIT, owner="references")
     StatesSpool.of(context, "references").discard()
     return {**counts, "extracted_again": extracted}
 
 
-def example_row(row: Mapping[str, Any]) -> tuple[str, list[int], list[int]]:
-    """(id, input_ids, loss_mask) of an answer: the loss is on the verifier's own tokens."""
-    prompt, answer = row["prompt_token_ids"], row["token_ids"]
-    return row["id"], [*prompt, *answer], [0] * len(prompt) + [1] * len(answer)
-
-
-STAGE = Stage("references", 1, ("verifier", "prompts"), identity, build)
+STAGE = Stage("references", 2, ("verifier", "prompts"), identity, build)

@@ -11,8 +11,8 @@ from typing import Any
 
 import yaml
 
-from tasks.answers import read_jsonl
 from tasks.evaluation import RESULT
+from tasks.jsonl import read_jsonl
 from tasks.provenance import software_versions
 from tasks.recipe import HubVerifier, Recipe, WheelVerifier
 from tasks.server_spec import shell_command
@@ -40,7 +40,9 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
     shutil.copytree(context.parents["drafter"] / "drafter", drafter, dirs_exist_ok=True)
     point_at_verifier(drafter, context)
     plot_acceptance(evaluation, context.output / "plots" / "acceptance.png")
-    plot_training(read_jsonl(context.parents["drafter"] / "history.jsonl"), context.output / "plots" / "training.png")
+    plot_training(
+        list(read_jsonl(context.parents["drafter"] / "history.jsonl")), context.output / "plots" / "training.png"
+    )
     (context.output / "README.md").write_text(model_card(context, evaluation))
     recipe = context.recipe.model_dump(mode="json")
     (context.output / "recipe.yaml").write_text(yaml.safe_dump(recipe, sort_keys=False))
@@ -107,7 +109,6 @@ def model_card(context: StageContext, evaluation: Mapping[str, Any]) -> str:
         config=json.loads((context.output / "drafter" / "config.json").read_text()),
         counts={name: manifest.counts for name, manifest in context.manifests.items()},
         recipe=recipe,
-        prompts_source=recipe.prompts.source,
         fingerprint=context.fingerprints["release"],
         versions=software_versions(),
         serve_command=serve_command(context),

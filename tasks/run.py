@@ -21,6 +21,7 @@ from tasks.build import build_artifact
 from tasks.faults import is_transient
 from tasks.manifest import ArtifactRef
 from tasks.pipeline import PipelineError, PlanRow, StagePlan, artifact_is_whole, load_stages, plan, resolve
+from tasks.progress_bar import ProgressBar
 from tasks.recipe import Recipe
 from tasks.run_report import publish_report
 from tasks.stage import Stage
@@ -118,8 +119,8 @@ class PipelineRun:
         self.refs[name], self.states[name] = ref, state.name or ""
         return ref
 
-    def finish(self) -> ArtifactRef:
-        """Publish the result as Prefect artifacts; returns the artifact of the last stage.
+    def finish(self) -> dict[str, ArtifactRef]:
+        """Publish the result as Prefect artifacts; returns the artifacts by stage.
 
         Raises:
             PipelineError: a stage was not called.
@@ -127,7 +128,7 @@ class PipelineRun:
         if missing := [name for name in self.steps if name not in self.refs]:
             raise PipelineError(f"stages {missing} were not called")
         publish_report(self.recipe, self.store, self.refs, self.states)
-        return list(self.refs.values())[-1]
+        return dict(self.refs)
 
     def _send_logs_to_prefect(self) -> None:
         """Stage logs appear in the run's page; a worker may have set up logging before it knew of ours."""
@@ -142,6 +143,11 @@ class PipelineRun:
             self._pool = self._open_servers(self.store.work / "logs")
             self._cleanup.callback(self._pool.close)
         return self._pool
+
+    @property
+    def _keep_states(self) -> bool:
+        """Whether this run will want the hidden states of answers."""
+        return "hidden_states" in self.rows and not self.rows["hidden_states"].cached
 
     def _task(self, step: StagePlan, row: PlanRow) -> Task[..., Any]:
         name = step.stage.name
@@ -162,7 +168,15 @@ class PipelineRun:
         )
         def run_stage(fingerprint: str, parents: list[ArtifactRef]) -> Any:
             del fingerprint, parents  # they key the cache and draw the graph; the step holds them as well
-            ref, made = build_artifact(step, self.recipe, self.store, self._servers, force=row.forced)
+            ref, made = build_artifact(
+                step,
+                self.recipe,
+                self.store,
+                self._servers,
+                force=row.forced,
+                progress=ProgressBar(f"{self.recipe.name}-{name}"),
+                keep_states=self._keep_states,
+            )
             return ref if made else Completed(name="Cached", message="found in the store", data=ref)
 
         return run_stage

@@ -18,7 +18,10 @@ SUMMARY_NAME = "summary.json"
 def publish_report(
     recipe: Recipe, store: ArtifactStore, refs: Mapping[str, ArtifactRef], states: Mapping[str, str]
 ) -> None:
-    """Create the Prefect artifacts `<recipe>-stages` and, if the last stage wrote one, `<recipe>-summary`."""
+    """Create the Prefect artifacts `<recipe>-stages`, `<recipe>-<stage>` for each stage with a report, and a summary.
+
+    A stage's report is its file `<stage>.md`; the summary is that of the last stage, if it wrote one.
+    """
     key = recipe.name.replace(".", "-")
     rows = []
     for name, ref in refs.items():
@@ -35,6 +38,9 @@ def publish_report(
             }
         )
     create_table_artifact(rows, key=f"{key}-stages", description=f"Artifacts of recipe {recipe.name}")
+    for name, ref in refs.items():
+        if report := store.read_text(ref, f"{name}.md"):
+            create_markdown_artifact(report, key=f"{key}-{name.replace('_', '-')}", description=f"Report of {name}")
     last = list(refs.values())[-1]
     summary = store.read_json(last, SUMMARY_NAME)
     if isinstance(summary, dict):

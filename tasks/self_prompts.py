@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tasks.prompt_rows import PromptRow, PromptsError
+from tasks.prompt_rows import Candidate, PromptRow, PromptsError, Unusable
 from tasks.server_specs import plain_spec
 from tasks.stage import StageContext
 from tasks.verifier import verifier_folder
@@ -27,8 +27,8 @@ MAX_CANDIDATES_PER_PROMPT = 4
 _MARK = "\u241funtil here\u241f"
 
 
-def self_prompts(context: StageContext) -> Iterator[PromptRow | str]:
-    """Yield user turns in the order of their seeds; for an unfinished or empty one its text instead of a row.
+def self_prompts(context: StageContext, wanted: int) -> Iterator[Candidate]:
+    """Yield user turns in the order of their seeds, until many more than `wanted` were asked for.
 
     The server starts with the first turn that is not on disk yet.
 
@@ -38,10 +38,9 @@ def self_prompts(context: StageContext) -> Iterator[PromptRow | str]:
     """
     from transformers import AutoTokenizer
 
-    section = context.recipe.prompts
     tokenizer = AutoTokenizer.from_pretrained(verifier_folder(context.parents["verifier"]))
     prefix = user_prefix(tokenizer)
-    most = MAX_CANDIDATES_PER_PROMPT * section.num_prompts + BATCH
+    most = MAX_CANDIDATES_PER_PROMPT * wanted + BATCH
     shard = context.scratch / "self-prompts.jsonl"
     for start in range(0, most, BATCH):
         indices = range(start, min(start + BATCH, most))
@@ -58,7 +57,7 @@ def self_prompts(context: StageContext) -> Iterator[PromptRow | str]:
                 message: Any = {"role": "user", "content": turn["text"]}
                 yield PromptRow.create("self", [message], source="self", license_name=LICENSE)
             else:
-                yield turn["text"]
+                yield Unusable("unfinished" if turn["text"] else "empty_turn", f"turn {index}", turn["text"][:300])
 
 
 def user_prefix(tokenizer: Any) -> list[int]:
@@ -71,8 +70,8 @@ def user_prefix(tokenizer: Any) -> list[int]:
     before, found, _ = rendered.partition(_MARK)
     if not found or not before:
         raise PromptsError(
-            "prompts.source='self': the verifier's chat template has no text before a user turn, so there "
-            "is nothing to continue; use prompts.source=builtin or dataset"
+            "prompts.sources: 'self': the verifier's chat template has no text before a user turn, so there is nothing "
+            "to continue; use another source"
         )
     ids: list[int] = tokenizer.encode(before, add_special_tokens=False)
     return ids

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from dspark_model.metrics import Acceptance
+from tasks.answer_rows import AnswerRow
 from tasks.speculation_counters import SpecDecodeCounters, read_counters
 from tasks.stage import StageContext
 from tasks.vllm_client import Completion, Request, generate
@@ -52,7 +52,7 @@ def run_rounds(
     context: StageContext,
     plain: VllmServer,
     drafting: VllmServer,
-    rows: Sequence[Mapping[str, Any]],
+    rows: Sequence[AnswerRow],
     *,
     max_new_tokens: int,
     concurrency: int,
@@ -63,19 +63,19 @@ def run_rounds(
         context: for logging.
         plain: the verifier alone.
         drafting: the verifier with the drafter.
-        rows: {"id", "subset", "prompt_token_ids"} of each request.
+        rows: the verifier's answers, whose prompts are asked again.
         max_new_tokens: per answer, greedy.
         concurrency: requests in flight.
 
     Raises:
         ServedEvaluationError: a request failed or the server's counters are inconsistent.
     """
-    subsets = list(dict.fromkeys(row["subset"] for row in rows))
+    subsets = list(dict.fromkeys(row.subset for row in rows))
     for server in (plain, drafting):
         _ask(server, rows[:1], WARM_UP_TOKENS, 1)
     rounds = []
     for subset in subsets:
-        chosen = [row for row in rows if row["subset"] == subset]
+        chosen = [row for row in rows if row.subset == subset]
         alone = _ask(plain, chosen, max_new_tokens, concurrency)
         before = read_counters(drafting)
         drafted = _ask(drafting, chosen, max_new_tokens, concurrency)
@@ -90,7 +90,7 @@ def run_rounds(
     return rounds
 
 
-def _ask(server: VllmServer, rows: Sequence[Mapping[str, Any]], max_tokens: int, concurrency: int) -> Answers:
+def _ask(server: VllmServer, rows: Sequence[AnswerRow], max_tokens: int, concurrency: int) -> Answers:
     answers: dict[str, list[int]] = {}
 
     def keep(request: Request, answer: Completion) -> None:
@@ -99,7 +99,7 @@ def _ask(server: VllmServer, rows: Sequence[Mapping[str, Any]], max_tokens: int,
     def fail(request: Request, error: Exception) -> None:
         raise ServedEvaluationError(f"evaluation request {request.id} failed: {error}") from error
 
-    requests = [Request(row["id"], prompt_token_ids=row["prompt_token_ids"], max_tokens=max_tokens) for row in rows]
+    requests = [Request(row.id, prompt_token_ids=row.prompt_token_ids, max_tokens=max_tokens) for row in rows]
     started = time.perf_counter()
     generate(server, requests, concurrency=concurrency, on_completion=keep, on_failure=fail)
     return Answers(answers, time.perf_counter() - started)

@@ -50,6 +50,10 @@ class ServerSpec:
         states_dir: extract only: folder where the server writes the states.
         extra_args: further arguments of `vllm serve`.
         start_timeout_seconds: a server not ready by then counts as failed.
+        request_timeout_seconds: an answer that takes longer counts as failed.
+        prefix_caching: reuse what earlier requests began with; plain only.
+        tool_call_parser: of vLLM; None: calls stay text.
+        reasoning_parser: of vLLM; None: thinking stays in the text.
     """
 
     python: Path
@@ -65,6 +69,10 @@ class ServerSpec:
     states_dir: Path | None = None
     extra_args: tuple[str, ...] = ()
     start_timeout_seconds: float = 600.0
+    request_timeout_seconds: float = 1800.0
+    prefix_caching: bool = False
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
 
     def __post_init__(self) -> None:
         extract, dspark = self.mode == "extract", self.mode == "dspark"
@@ -78,6 +86,8 @@ class ServerSpec:
                 value = getattr(self, field)
                 expected = "needs a value" if needed else "must be left out"
                 raise ValueError(f"ServerSpec.{field}={value!r} with mode={self.mode!r}: {expected} in that mode")
+        if self.prefix_caching and self.mode != "plain":
+            raise ValueError(f"ServerSpec.prefix_caching=True with mode={self.mode!r}: states and counters need it off")
         if list(self.layer_ids) != sorted(set(self.layer_ids)):
             raise ValueError(
                 f"ServerSpec.layer_ids={list(self.layer_ids)} must be distinct and ascending: "
@@ -146,8 +156,13 @@ def serve_command(spec: ServerSpec, port: int) -> list[str]:
     command += ["--model", str(spec.model), "--served-model-name", MODEL_NAME]
     command += ["--host", "127.0.0.1", "--port", str(port), "--dtype", spec.dtype]
     command += ["--max-model-len", str(spec.max_model_len), "--max-num-seqs", str(spec.max_num_seqs)]
-    # Every request computes its own prompt, so a state never depends on what was asked before.
-    command += ["--no-enable-prefix-caching", "--disable-uvicorn-access-log"]
+    # Without it every request computes its own prompt, so a state never depends on what was asked before.
+    command += ["--enable-prefix-caching" if spec.prefix_caching else "--no-enable-prefix-caching"]
+    command += ["--disable-uvicorn-access-log"]
+    if spec.tool_call_parser:
+        command += ["--enable-auto-tool-choice", "--tool-call-parser", spec.tool_call_parser]
+    if spec.reasoning_parser:
+        command += ["--reasoning-parser", spec.reasoning_parser]
     if is_cpu_engine(spec.python):
         # Compiling takes a minute more at start and gains nothing measurable on CPU.
         command += ["--enforce-eager", "--kv-cache-memory-bytes", str(int(spec.kv_cache_gib * 2**30))]

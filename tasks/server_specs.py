@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ def aux_layer_ids(context: StageContext) -> tuple[int, ...]:
     Raises:
         ConfigError: ids outside the verifier.
     """
-    layers = verifier_config(verifier_folder(context.parents["verifier"]))["num_hidden_layers"]
+    layers = text_config(verifier_folder(context.parents["verifier"]))["num_hidden_layers"]
     layer_ids = context.recipe.drafter.aux_hidden_state_layer_ids or default_layer_ids(layers)
     check_layer_ids(layer_ids, layers)
     return layer_ids
@@ -32,8 +33,15 @@ def aux_layer_ids(context: StageContext) -> tuple[int, ...]:
 
 def state_layer_ids(context: StageContext) -> tuple[int, ...]:
     """The auxiliary layers, then the verifier's depth: the last state, before the final norm."""
-    last = verifier_config(verifier_folder(context.parents["verifier"]))["num_hidden_layers"]
+    last = text_config(verifier_folder(context.parents["verifier"]))["num_hidden_layers"]
     return (*aux_layer_ids(context), last)
+
+
+def text_config(folder: Path) -> dict[str, Any]:
+    """The language model's part of `config.json`; verifiers with vision keep it apart."""
+    config = verifier_config(folder)
+    inner: dict[str, Any] = config.get("text_config", config)
+    return inner
 
 
 def extract_spec(context: StageContext) -> ServerSpec:
@@ -45,6 +53,7 @@ def extract_spec(context: StageContext) -> ServerSpec:
         mode="extract",
         layer_ids=state_layer_ids(context),
         states_dir=states_dir,
+        **_parsers(context),
         **_common(context, folder),
     )
 
@@ -52,6 +61,16 @@ def extract_spec(context: StageContext) -> ServerSpec:
 def plain_spec(context: StageContext) -> ServerSpec:
     """The verifier alone."""
     return ServerSpec(mode="plain", **_common(context, verifier_folder(context.parents["verifier"])))
+
+
+def answer_spec(context: StageContext) -> ServerSpec:
+    """The verifier alone, for answers: the turns of a conversation share a prefix, which is computed once."""
+    return replace(plain_spec(context), prefix_caching=True, **_parsers(context))
+
+
+def _parsers(context: StageContext) -> dict[str, Any]:
+    responses = context.recipe.responses
+    return {"tool_call_parser": responses.tool_call_parser, "reasoning_parser": responses.reasoning_parser}
 
 
 def dspark_spec(context: StageContext, drafter: Path) -> ServerSpec:
@@ -75,4 +94,5 @@ def _common(context: StageContext, folder: Path) -> dict[str, Any]:
         "kv_cache_gib": serving.kv_cache_gib,
         "extra_args": serving.extra_args,
         "start_timeout_seconds": serving.start_timeout_seconds,
+        "request_timeout_seconds": serving.request_timeout_seconds,
     }

@@ -31,6 +31,8 @@ class StageContext:
         work: local working folder of the run's store (spools and caches).
         fingerprints: of this stage and all its ancestors, by stage name.
         manifests: of all ancestors, by stage name: what they hold and what they cost.
+        progress: shows a text and how much is done (0..1), in Prefect where there is one.
+        keep_states: whether a later stage of this run wants the hidden states of answers.
     """
 
     recipe: Recipe
@@ -42,6 +44,8 @@ class StageContext:
     work: Path
     fingerprints: Mapping[str, str]
     manifests: Mapping[str, Manifest]
+    progress: Callable[[str, float], None] = lambda text, share: None
+    keep_states: bool = True
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from pydantic import ValidationError
 from tasks.files import Files
 from tasks.fingerprint import DigestCache, file_sha256
 from tasks.folders import discard_folder, inventory, replace_folder, write_durably
+from tasks.lease import SUFFIX, Lease, leased
 from tasks.lock import exclusive
 from tasks.manifest import MANIFEST_NAME, ArtifactRef, FileEntry, Manifest, ManifestFields
 from tasks.provenance import REPO_ROOT, git_sha, software_versions, utc_now
+from tasks.transfer import DamagedFileError, check_sums, end_staging, fetch, send
 
 _FINGERPRINT = re.compile(r"^[0-9a-f]{64}$")
+_STAGE = re.compile(r"[a-z][a-z0-9_]*")
 _LOG = logging.getLogger("dspark.store")
 
 
@@ -139,15 +144,16 @@ class ArtifactStore:
                 raise _damaged(ref, entry.path, "missing")
             if sizes[entry.path] != entry.size:
                 raise _damaged(ref, entry.path, f"{sizes[entry.path]} bytes, expected {entry.size}")
-            if self._sum(ref, entry, deep) != entry.sha256:
-                raise _damaged(ref, entry.path, "content differs from its sha256")
+        if self.is_local or deep:
+            with _naming(ref):
+                check_sums(manifest.files, lambda entry: self._sum(ref, entry, deep))
         return manifest
 
     def _sum(self, ref: ArtifactRef, entry: FileEntry, deep: bool) -> str:
         if self.is_local:
             path = self._folder(ref) / entry.path
             return file_sha256(path) if deep else self.digests.sha256(path)
-        return self._files.sha256(f"{_place(ref)}/{entry.path}") if deep else entry.sha256
+        return self._files.sha256(f"{_place(ref)}/{entry.path}")
 
     def commit(self, stage: str, fingerprint: str, folder: Path, fields: ManifestFields) -> ArtifactRef:
         """Turn a finished local folder into an artifact; `folder` is consumed.
@@ -182,10 +188,9 @@ class ArtifactStore:
     def _upload(self, ref: ArtifactRef, folder: Path, manifest: Manifest) -> None:
         place = _place(ref)
         self._files.remove(f"{place}/{MANIFEST_NAME}")
-        self._files.remove_below(place)
-        for entry in manifest.files:
-            self._files.upload(folder / entry.path, f"{place}/{entry.path}")
+        send(self._files, folder, place, manifest.files)
         self._files.upload(folder / MANIFEST_NAME, f"{place}/{MANIFEST_NAME}")
+        end_staging(self._files, place)
 
     def _adopt(self, ref: ArtifactRef, folder: Path, manifest: Manifest) -> None:
         """Move a complete folder to where `localise` looks, and remember its sums."""
@@ -210,24 +215,16 @@ class ArtifactStore:
         with exclusive(target.with_suffix(".lock"), _LOG, f"another process downloads {ref.uri}"):
             if not self._is_copy(target, manifest):
                 partial = target.with_name(f"{target.name}.partial")
-                for entry in manifest.files:
-                    self._download(ref, entry, partial / entry.path)
+                with _naming(ref):
+                    fetch(self._files, _place(ref), manifest.files, partial)
                 write_durably(partial / MANIFEST_NAME, manifest.model_dump_json(indent=2) + "\n")
                 self._adopt(ref, partial, manifest)
         return target
 
-    def _download(self, ref: ArtifactRef, entry: FileEntry, target: Path) -> None:
-        if target.is_file() and target.stat().st_size == entry.size and file_sha256(target) == entry.sha256:
-            return
-        incoming = target.with_name(f"{target.name}.incoming")
-        try:
-            self._files.download(f"{_place(ref)}/{entry.path}", incoming)
-        except FileNotFoundError:
-            raise _damaged(ref, entry.path, "missing") from None
-        if file_sha256(incoming) != entry.sha256:
-            incoming.unlink()
-            raise _damaged(ref, entry.path, "content differs from its sha256")
-        incoming.replace(target)
+    def lease(self, ref: ArtifactRef, log: logging.Logger) -> AbstractContextManager[Lease | None]:
+        """Be the only builder of an artifact among the machines that share a remote store."""
+        waiting = f"another machine builds {ref.stage} {ref.short}"
+        return leased(self._files, f"{_place(ref)}{SUFFIX}", log, waiting)
 
     def _is_copy(self, folder: Path, manifest: Manifest) -> bool:
         paths = {folder / entry.path: entry for entry in manifest.files}
@@ -258,8 +255,52 @@ class ArtifactStore:
                 continue  # damaged, or of another version: no use for explaining a change
         return sorted(found, key=lambda manifest: manifest.created, reverse=True)
 
+    def is_there(self) -> bool:
+        """Whether the root exists (for S3: the bucket).
+
+        Raises:
+            StoreError: it cannot be asked.
+        """
+        try:
+            return Path(self.root).is_dir() if self.is_local else self._files.bucket_exists()
+        except Exception as error:
+            raise StoreError(
+                f"store={self.root!r} cannot be reached ({error}): check address and credentials"
+            ) from error
+
+    def refs(self, stage: str) -> list[ArtifactRef]:
+        """Every artifact of a stage whose manifest is there, readable or not."""
+        names = [name for name in self._files.names(stage) if _FINGERPRINT.match(name)]
+        return [ref for name in sorted(names) if self.exists(ref := self.ref(stage, name))]
+
+    def stages(self) -> list[str]:
+        """Stages that have artifacts, or the beginnings of some."""
+        return sorted(name for name in self._files.names("") if _STAGE.fullmatch(name))
+
+    def entries(self, stage: str) -> list[tuple[str, int, float]]:
+        """Everything below a stage: name, bytes, and when it was written last (seconds since 1970)."""
+        found: dict[str, tuple[int, float]] = {}
+        for path, size, changed in self._files.details(stage):
+            name = path.split("/", 1)[0]
+            before = found.get(name, (0, 0.0))
+            found[name] = (before[0] + size, max(before[1], changed))
+        return [(name, size, changed) for name, (size, changed) in sorted(found.items())]
+
+    def remove_file(self, path: str) -> None:
+        """Remove a single file of the store that belongs to no artifact."""
+        self._files.remove(path)
+
     def _folder(self, ref: ArtifactRef) -> Path:
         return (Path(self.root) if self.is_local else self.work / "downloads") / _place(ref)
+
+
+@contextlib.contextmanager
+def _naming(ref: ArtifactRef) -> Iterator[None]:
+    """Say of which artifact a damaged file is."""
+    try:
+        yield
+    except DamagedFileError as error:
+        raise _damaged(ref, error.path, error.fault) from None
 
 
 def _place(ref: ArtifactRef) -> str:
@@ -279,3 +320,9 @@ def _default_work(root: str, is_local: bool) -> Path:
         return Path(base or REPO_ROOT / ".dspark" / "remote") / re.sub(r"[^A-Za-z0-9._-]+", "-", root).strip("-")
     path = Path(root)
     return path.with_name("work") if path.name == "store" else path.with_name(f"{path.name}-work")
+
+
+if __name__ == "__main__":  # for people: `python -m tasks.store --help`
+    from tasks.store_cli import run
+
+    run()

@@ -1,144 +1,96 @@
-"""Requests to a vLLM server: bounded concurrency and retries for transient faults."""
+"""Requests to one or several vLLM servers: bounded concurrency, retries for transient faults, conversations."""
 
 from __future__ import annotations
 
 import asyncio
 import contextvars
-import json
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import AsyncExitStack
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tasks.fleet import Fleet, Member
 from tasks.speculation_counters import SpecDecodeCounters, read_counters
-from tasks.vllm_server import ServingError, VllmServer
+from tasks.vllm_protocol import BrokenAnswer, Completion, Request, RequestRefused, Server, ask
+from tasks.vllm_server import ServingError
 
 if TYPE_CHECKING:
-    import httpx
+    import tenacity
 
 __all__ = ["Completion", "Request", "RequestRefused", "SpecDecodeCounters", "generate", "read_counters"]
 
-ATTEMPTS = 5
+# With the waits below a server may be away for about a minute.
+ATTEMPTS = 9
+FIRST_WAIT_SECONDS, LONGEST_WAIT_SECONDS, JITTER_SECONDS = 0.2, 20.0, 0.5
 RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504})
-REQUEST_TIMEOUT_SECONDS = 1800.0
 WATCH_SECONDS = 1.0
 # With this many requests failing in a row (or the concurrency, if larger) the server is not worth asking on.
 FAILURES_IN_A_ROW = 16
 
-
-class RequestRefused(ServingError):  # noqa: N818 - reads as what happened
-    """The server answered with an error status."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        self.status = status
-        super().__init__(f"the server answered {status}: {reason}")
-
-
-@dataclass(frozen=True)
-class Request:
-    """One question: chat `messages`, or `prompt_token_ids` to be continued as they are."""
-
-    id: str
-    messages: list[dict[str, Any]] | None = None
-    prompt_token_ids: list[int] | None = None
-    max_tokens: int = 128
-    temperature: float = 0.0
-    seed: int | None = None
-    with_states: bool = False
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if (self.messages is None) == (self.prompt_token_ids is None):
-            raise ValueError(f"request {self.id!r}: give either messages or prompt_token_ids")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer, in exact token ids.
-
-    Attributes:
-        prompt_token_ids: the prompt as the server tokenised it, chat template included.
-        token_ids: the answer, its end-of-sequence token included when it ended by itself.
-        finish_reason: "stop" or "length".
-        states_path: file of the hidden states of prompt + answer without its last token. An extracting server
-            writes one for every request, of the prompt alone where `with_states` is off: delete those.
-        seconds: from sending the request to the last token.
-        first_token_seconds: from sending to the first token; only measured when streaming.
-    """
-
-    prompt_token_ids: list[int]
-    token_ids: list[int]
-    finish_reason: str
-    states_path: Path | None
-    seconds: float
-    first_token_seconds: float | None
+OnCompletion = Callable[[Request, Completion], Request | None]
+OnFailure = Callable[[Request, Exception], None]
 
 
 def generate(
-    server: VllmServer,
+    servers: Server | Sequence[Server],
     requests: Iterable[Request],
     *,
     concurrency: int,
-    on_completion: Callable[[Request, Completion], None],
-    on_failure: Callable[[Request, Exception], None],
+    on_completion: OnCompletion,
+    on_failure: OnFailure,
     stream: bool = False,
 ) -> None:
-    """Ask all `requests`, keeping `concurrency` of them in flight; returns when each has been reported.
+    """Ask all `requests`, keeping `concurrency` of them in flight at each server; returns when each was reported.
 
     The callbacks run one at a time in a thread of their own, in order of arrival, with the caller's context
     variables; an exception in one ends the whole call. `requests` is read as answers come in.
 
     Args:
-        server: where to ask.
+        servers: where to ask; several share the load, and one that fails is set aside for a while.
         requests: what to ask.
-        concurrency: requests in flight.
-        on_completion: receives each answer.
+        concurrency: requests in flight, per server.
+        on_completion: receives each answer; may return the conversation's next request, which is then asked first.
         on_failure: receives each request that failed for good (refused, or transient faults lasted), and why.
         stream: read answers token by token, which measures the time to the first one.
 
     Raises:
-        ServerDied: the server process ended.
-        ServingError: many requests failed in a row, or an answer lacks what was asked for.
+        ServerDied: a server process of ours ended.
+        ServingError: nothing gets through (many requests failed in a row on faults of the server, or all of the first
+            ones were refused), or an answer lacks what was asked for.
     """
     if concurrency < 1:
         raise ValueError(f"concurrency={concurrency}: at least one request has to be in flight")
-    asyncio.run(_Dispatcher(server, iter(requests), concurrency, on_completion, on_failure, stream).run())
+    chosen = list(servers) if isinstance(servers, Sequence) else [servers]
+    asyncio.run(_Dispatcher(chosen, iter(requests), concurrency, on_completion, on_failure, stream).run())
 
 
 class _Dispatcher:
-    """Workers that share one iterator of requests, and a watch on the server process."""
+    """Workers that share one iterator of requests, and a watch on the server processes."""
 
     def __init__(
         self,
-        server: VllmServer,
+        servers: Sequence[Server],
         requests: Iterator[Request],
         concurrency: int,
-        on_completion: Callable[[Request, Completion], None],
-        on_failure: Callable[[Request, Exception], None],
+        on_completion: OnCompletion,
+        on_failure: OnFailure,
         stream: bool,
     ) -> None:
-        self.server = server
-        self.requests = requests
-        self.concurrency = concurrency
-        self.on_completion = on_completion
-        self.on_failure = on_failure
-        self.stream = stream
+        self.servers, self.requests, self.stream = servers, requests, stream
+        self.concurrency, self.workers = concurrency, concurrency * len(servers)
+        self.on_completion, self.on_failure = on_completion, on_failure
         self.failures_in_a_row = 0
+        self.any_answer = False
 
     async def run(self) -> None:
-        import httpx
-
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=self.concurrency)
-        timeout = httpx.Timeout(REQUEST_TIMEOUT_SECONDS, connect=30.0)
         # One thread: callbacks neither overlap nor hold up the requests in flight.
         with ThreadPoolExecutor(1, thread_name_prefix="answers") as self.callbacks:
-            async with httpx.AsyncClient(
-                base_url=self.server.url, limits=limits, timeout=timeout, trust_env=False
-            ) as client:
-                workers = [asyncio.create_task(self._work(client)) for _ in range(self.concurrency)]
+            async with AsyncExitStack() as stack:
+                self.fleet = Fleet(
+                    [Member(server, await stack.enter_async_context(self._client(server))) for server in self.servers]
+                )
+                workers = [asyncio.create_task(self._work()) for _ in range(self.workers)]
                 watch = asyncio.create_task(self._watch())
                 try:
                     await _first_error(workers, watch)
@@ -147,46 +99,85 @@ class _Dispatcher:
                         task.cancel()
                     await asyncio.gather(*workers, watch, return_exceptions=True)
 
-    async def _watch(self) -> None:
-        while True:
-            self.server.check_alive()
-            await asyncio.sleep(WATCH_SECONDS)
-
-    async def _work(self, client: httpx.AsyncClient) -> None:
+    def _client(self, server: Server) -> Any:
         import httpx
 
-        for request in self.requests:
-            try:
-                completion = await self._ask_with_retries(client, request)
-            except (httpx.TransportError, RequestRefused) as error:
-                self.server.check_alive()
-                self.failures_in_a_row += 1
-                await self._call(self.on_failure, request, error)
-                if self.failures_in_a_row >= max(FAILURES_IN_A_ROW, self.concurrency):
-                    raise ServingError(
-                        f"{self.failures_in_a_row} requests in a row failed, the last one with: {error}"
-                    ) from error
-            else:
-                self.failures_in_a_row = 0
-                await self._call(self.on_completion, request, completion)
+        return httpx.AsyncClient(
+            base_url=server.url,
+            headers=dict(server.headers),
+            # Any member may have to carry what the others cannot.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=self.workers),
+            timeout=httpx.Timeout(server.request_timeout_seconds, connect=30.0),
+            trust_env=False,
+        )
 
-    async def _call(self, callback: Callable[..., None], *arguments: Any) -> None:
+    async def _watch(self) -> None:
+        while True:
+            self._check_alive()
+            await asyncio.sleep(WATCH_SECONDS)
+
+    def _check_alive(self) -> None:
+        for server in self.servers:
+            server.check_alive()
+
+    async def _work(self) -> None:
+        for first in self.requests:
+            request: Request | None = first
+            member: Member | None = None
+            while request is not None:
+                try:
+                    completion, member = await self._ask_with_retries(request, member)
+                except Exception as error:
+                    if not _is_reported(error):
+                        raise
+                    await self._fail(request, error)
+                    break
+                self.failures_in_a_row, self.any_answer = 0, True
+                request = await self._call(self.on_completion, request, completion)
+
+    async def _fail(self, request: Request, error: Exception) -> None:
+        self._check_alive()
+        # A row that is refused says nothing about the server, unless it never answered any.
+        self.failures_in_a_row += _is_transient(error) or not self.any_answer
+        await self._call(self.on_failure, request, error)
+        if self.failures_in_a_row >= max(FAILURES_IN_A_ROW, self.workers):
+            raise ServingError(
+                f"{self.failures_in_a_row} requests in a row failed, the last one with: {_text(error)}"
+            ) from error
+
+    async def _call(self, callback: Callable[..., Request | None], *arguments: Any) -> Request | None:
         in_context = partial(contextvars.copy_context().run, callback, *arguments)
-        await asyncio.get_running_loop().run_in_executor(self.callbacks, in_context)
+        return await asyncio.get_running_loop().run_in_executor(self.callbacks, in_context)
 
-    async def _ask_with_retries(self, client: httpx.AsyncClient, request: Request) -> Completion:
+    async def _ask_with_retries(self, request: Request, preferred: Member | None) -> tuple[Completion, Member]:
         import tenacity
 
         async for attempt in tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(_is_transient),
-            wait=tenacity.wait_exponential(multiplier=0.2, max=10.0) + tenacity.wait_random(0.0, 0.5),
+            wait=_wait_seconds,
             stop=tenacity.stop_after_attempt(ATTEMPTS),
             reraise=True,
         ):
             with attempt:
-                self.server.check_alive()
-                return await _ask(client, self.server, request, self.stream)
+                self._check_alive()
+                member = self.fleet.choose(preferred)
+                return await self._ask(request, member), member
         raise AssertionError("tenacity ends by returning or raising")
+
+    async def _ask(self, request: Request, member: Member) -> Completion:
+        member.in_flight += 1
+        try:
+            # Of the whole answer: a body that trickles in never runs into a timeout between two reads.
+            async with asyncio.timeout(member.server.request_timeout_seconds):
+                completion = await ask(member.client, member.server, request, self.stream)
+        except Exception as error:
+            if _is_transient(error):
+                self.fleet.failed(member)
+            raise
+        finally:
+            member.in_flight -= 1
+        self.fleet.answered(member)
+        return completion
 
 
 async def _first_error(workers: list[asyncio.Task[None]], watch: asyncio.Task[None]) -> None:
@@ -199,90 +190,28 @@ async def _first_error(workers: list[asyncio.Task[None]], watch: asyncio.Task[No
         pending -= done
 
 
+def _wait_seconds(state: tenacity.RetryCallState) -> float:
+    """Exponential with jitter, and never less than the server asked for."""
+    import tenacity
+
+    own = tenacity.wait_exponential(multiplier=FIRST_WAIT_SECONDS, max=LONGEST_WAIT_SECONDS)(state)
+    error = state.outcome.exception() if state.outcome else None
+    asked = getattr(error, "retry_after", None) or 0.0
+    return max(own, asked) + tenacity.wait_random(0.0, JITTER_SECONDS)(state)
+
+
 def _is_transient(error: BaseException) -> bool:
     import httpx
 
     if isinstance(error, RequestRefused):
         return error.status in RETRIED_STATUSES
-    return isinstance(error, httpx.TransportError)
+    return isinstance(error, (httpx.TransportError, BrokenAnswer, TimeoutError))
 
 
-async def _ask(client: httpx.AsyncClient, server: VllmServer, request: Request, stream: bool) -> Completion:
-    path, body = _payload(server, request)
-    start = time.perf_counter()
-    if stream:
-        answer, first = await _read_stream(client, path, body | {"stream": True})
-    else:
-        response = await client.post(path, json=body)
-        if response.status_code != 200:
-            raise RequestRefused(response.status_code, response.text[:500])
-        answer, first = response.json(), None
-    return _parse(request, answer, time.perf_counter() - start, None if first is None else first - start)
+def _is_reported(error: BaseException) -> bool:
+    """Whether an error concerns one request; any other ends the call."""
+    return isinstance(error, RequestRefused) or _is_transient(error)
 
 
-def _payload(server: VllmServer, request: Request) -> tuple[str, dict[str, Any]]:
-    body: dict[str, Any] = {
-        "model": server.model_name,
-        "max_tokens": request.max_tokens,
-        "temperature": request.temperature,
-        "ignore_eos": request.ignore_eos,
-        "return_token_ids": True,
-    }
-    if request.seed is not None:
-        body["seed"] = request.seed
-    if request.with_states:
-        body["kv_transfer_params"] = {"include_output_tokens": True}
-    if request.messages is not None:
-        return "/v1/chat/completions", body | {"messages": request.messages}
-    return "/v1/completions", body | {"prompt": request.prompt_token_ids}
-
-
-async def _read_stream(
-    client: httpx.AsyncClient, path: str, body: dict[str, Any]
-) -> tuple[dict[str, Any], float | None]:
-    """Read a streamed answer into the shape of a whole one; also the clock at its first token."""
-    whole: dict[str, Any] = {"choices": [{"token_ids": [], "finish_reason": None}]}
-    choice, first = whole["choices"][0], None
-    async with client.stream("POST", path, json=body) as response:
-        if response.status_code != 200:
-            reason = (await response.aread()).decode(errors="replace")
-            raise RequestRefused(response.status_code, reason[:500])
-        async for line in response.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            for key in ("prompt_token_ids", "kv_transfer_params"):
-                whole[key] = event.get(key) or whole.get(key)
-            for part in event["choices"]:
-                choice["prompt_token_ids"] = part.get("prompt_token_ids") or choice.get("prompt_token_ids")
-                choice["finish_reason"] = part.get("finish_reason") or choice["finish_reason"]
-                if part.get("token_ids"):
-                    first = first or time.perf_counter()
-                    choice["token_ids"] += part["token_ids"]
-    return whole, first
-
-
-def _parse(request: Request, answer: dict[str, Any], seconds: float, first: float | None) -> Completion:
-    choice = answer["choices"][0]
-    prompt = answer.get("prompt_token_ids") or choice.get("prompt_token_ids")
-    tokens = choice.get("token_ids")
-    if not prompt or tokens is None:
-        raise ServingError(
-            f"request {request.id!r}: the answer has no token ids; this vLLM does not know "
-            "`return_token_ids`, use version 0.32 or newer"
-        )
-    if request.prompt_token_ids is not None and prompt != request.prompt_token_ids:
-        raise ServingError(f"request {request.id!r}: the server answered another prompt than the one sent")
-    states: str | None = (answer.get("kv_transfer_params") or {}).get("hidden_states_path")
-    if request.with_states and states is None:
-        raise ServingError(
-            f"request {request.id!r}: asked for hidden states and got none; use a server of mode 'extract'"
-        )
-    return Completion(
-        prompt_token_ids=prompt,
-        token_ids=tokens,
-        finish_reason=choice["finish_reason"],
-        states_path=None if states is None else Path(states),
-        seconds=seconds,
-        first_token_seconds=first,
-    )
+def _text(error: BaseException) -> str:
+    return str(error) or type(error).__name__

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -58,6 +58,8 @@ class VllmServer:
         self.spec = spec
         self.url = f"http://127.0.0.1:{port}"
         self.model_name = MODEL_NAME
+        self.headers: Mapping[str, str] = {}
+        self.request_timeout_seconds = spec.request_timeout_seconds
         self.log_file = log_file
         self._process = process
         self._stopped = False

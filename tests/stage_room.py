@@ -23,6 +23,7 @@ import torch
 from safetensors.torch import save_file
 
 from tasks.manifest import Manifest
+from tasks.pipeline import STAGE_NAMES
 from tasks.recipe import Recipe
 from tasks.recipe_file import parse_recipe
 from tasks.stage import StageContext
@@ -30,7 +31,7 @@ from tasks.vllm_client import Completion, Request
 
 LAYER_IDS = (1, 3, 4)
 HIDDEN = 8
-STAGES = ("verifier", "prompts", "references", "responses", "examples", "vocab", "hidden_states", "drafter")
+STAGES = STAGE_NAMES[: STAGE_NAMES.index("evaluation")]
 CALLERS = ("tasks.answers", "tasks.extraction", "tasks.served_rounds")
 
 
@@ -42,7 +43,8 @@ def toy_recipe(verifier: Path, **sections: Any) -> Recipe:
 def bare_verifier(folder: Path) -> Path:
     """As much of a verifier as stages without a model look at."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"num_hidden_layers": LAYER_IDS[-1], "vocab_size": 1000}))
+    config = {"num_hidden_layers": LAYER_IDS[-1], "vocab_size": 1000, "hidden_size": HIDDEN}
+    (folder / "config.json").write_text(json.dumps(config))
     return folder
 
 
@@ -61,6 +63,7 @@ def stage_context(
     *,
     servers: Any = None,
     manifests: dict[str, Manifest] | None = None,
+    keep_states: bool = True,
 ) -> StageContext:
     """The context of a stage in `room`; the same room again is the same stage after a kill."""
     serving = recipe.serving.model_copy(update={"python": serving_interpreter(room)})
@@ -76,6 +79,7 @@ def stage_context(
         work=room / "work",
         fingerprints={name: hashlib.sha256(name.encode()).hexdigest() for name in (*STAGES, "evaluation", "release")},
         manifests=manifests or {},
+        keep_states=keep_states,
     )
 
 
@@ -144,18 +148,21 @@ class FakeEngine:
 
     def generate(
         self,
-        server: Any,
+        servers: Any,
         requests: Iterable[Request],
         *,
         concurrency: int,
-        on_completion: Callable[[Request, Completion], None],
+        on_completion: Callable[[Request, Completion], Request | None],
         on_failure: Callable[[Request, Exception], None],
         stream: bool = False,
     ) -> None:
+        server = servers[0] if isinstance(servers, tuple) else servers
         waiting = list(requests)
-        self.asked += waiting
         random.Random(1).shuffle(waiting)
-        for delivered, request in enumerate(waiting):
+        delivered = -1
+        while waiting:
+            request, delivered = waiting.pop(0), delivered + 1
+            self.asked.append(request)
             if delivered == self.kill_after:
                 self.before_kill()
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -166,7 +173,10 @@ class FakeEngine:
             states = None
             if request.with_states:
                 states = self.write_states(server.spec.states_dir / f"cmpl-{delivered}", [*prompt, *answer][:-1])
-            on_completion(request, Completion(prompt, answer, "length", states, 0.1, None))
+            message = {"role": "assistant", "content": f"said {answer}"}
+            following = on_completion(request, Completion(prompt, answer, "length", states, 0.1, None, message))
+            if following is not None:
+                waiting.insert(0, following)
 
     def write_states(self, stem: Path, token_ids: list[int]) -> Path:
         path = stem.with_suffix(".safetensors")

@@ -67,14 +67,14 @@ def cli(tmp_path_factory: pytest.TempPathFactory) -> Cli:
     made = Cli(tmp_path_factory.mktemp("cli"))
     first = made()
     assert first.returncode == 0, first.stderr
-    assert "10 of 10 stages to run" in first.stderr
+    assert "11 of 11 stages to run" in first.stderr
     return made
 
 
 def test_second_run_is_all_cached_and_prints_the_summary_last(cli: Cli) -> None:
     second = cli()
     assert second.returncode == 0, second.stderr
-    assert second.stderr.count("Cached") == 10
+    assert second.stderr.count("Cached") == 11
     assert "prefect" not in second.stderr.lower(), "no noise"
     assert "Traceback" not in second.stderr
     summary = Path(second.stdout.strip().splitlines()[-1])
@@ -91,7 +91,7 @@ def test_plan_names_the_field_and_exactly_the_stages_that_change(cli: Cli) -> No
     assert waiting == ["drafter", "evaluation", "release"]
     assert "field training.learning_rate changed: 0.001 -> 0.01" in rows["drafter"]
     assert "depends on drafter, which changed" in rows["evaluation"]
-    assert shown.stdout.splitlines()[-1].startswith("3 of 10 stages would run")
+    assert shown.stdout.splitlines()[-1].startswith("3 of 11 stages would run")
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_interrupted_run_leaves_no_half_artifact_and_continues(cli: Cli, kind: s
     assert halves, "what the stage had done is kept"
     again = cli(*change)
     assert again.returncode == 0, again.stderr
-    assert again.stderr.count("Cached") == 7
+    assert again.stderr.count("Cached") == 8
     assert not any(path.exists() for path in halves)
 
 

@@ -31,11 +31,12 @@ class Servers(ToyServers):
         print("servers closed", flush=True)
 
 
-tasks.pipeline.load_stages = lambda: whole_pipeline(toy)
+tasks.pipeline.load_stages = lambda names=(): whole_pipeline(toy)
 tasks.vllm_server.ServerPool = Servers  # type: ignore[assignment,misc]
 tasks.verifier.check_verifier = lambda recipe: None
 
 if __name__ == "__main__":
-    from flows.cli import app
+    from flows.cli import run_command
+    from flows.commands import FULL_PIPELINE
 
-    app()
+    run_command(FULL_PIPELINE)

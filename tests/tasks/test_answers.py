@@ -6,42 +6,52 @@ import json
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from tasks.answers import ANSWERS, ERRORS, Journal, TooManyFailuresError, answer_prompts, read_jsonl
+from tasks.answer_journal import Journal
+from tasks.answer_rows import AnswerRow, read_answers
+from tasks.answers import ERRORS, AnswerPlan, PromptFileError, TooManyFailuresError, answer_prompts, check_prompt_file
+from tasks.jsonl import read_jsonl, write_jsonl
+from tasks.sampling import GREEDY, Sampling, request_seed
 from tasks.states_spool import StatesSpool
+from tasks.vllm_client import RequestRefused
 from tests.stage_room import FakeEngine, bare_verifier, made_up_answer, made_up_states, stage_context, toy_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PROMPTS = [
-    {"id": f"p{i}", "subset": "even" if i % 2 == 0 else "odd", "messages": [{"role": "user", "content": f"{i}?"}]}
-    for i in range(20)
-]
-IDS = [prompt["id"] for prompt in PROMPTS]
 
 
-def context_in(room, max_failed_share=0.1):
+def prompt(name, *turns, subset="s"):
+    messages = [{"role": "user", "content": turn} for turn in turns]
+    for place in range(len(turns) - 1, 0, -1):
+        messages.insert(place, {"role": "assistant", "content": "recorded"})
+    return {"id": name, "subset": subset, "messages": messages, "tools": None, "source": "x.jsonl", "license": "mit"}
+
+
+PROMPTS = [prompt(f"p{i}", f"{i}?", subset="even" if i % 2 == 0 else "odd") for i in range(20)]
+IDS = [f"{one['id']}/0" for one in PROMPTS]
+
+
+def context_in(room, max_failed_share=0.1, **options):
+    room.mkdir(parents=True, exist_ok=True)
     verifier = bare_verifier(room / "verifier")
     return stage_context(
-        room, toy_recipe(verifier, responses={"max_failed_share": max_failed_share}), {"verifier": verifier}
+        room, toy_recipe(verifier, responses={"max_failed_share": max_failed_share}), {"verifier": verifier}, **options
     )
 
 
-def answer(context, temperature=0.0):
-    return answer_prompts(context, "responses", PROMPTS, max_new_tokens=6, temperature=temperature, seed=5)
+def answer(context, prompts=PROMPTS, **changes):
+    path = context.work / "prompts.jsonl"
+    write_jsonl(path, prompts)
+    plan = AnswerPlan("responses", path, max_new_tokens=6, max_turns=4, sampling=GREEDY, seed=5)
+    return answer_prompts(context, replace(plan, **changes))
 
 
-def check_rows(rows, requests):
-    """Each row is what the engine made of its prompt."""
-    expected = {request.id: made_up_answer(request) for request in requests}
-    subsets = {prompt["id"]: prompt["subset"] for prompt in PROMPTS}
-    for row in rows:
-        assert (row["prompt_token_ids"], row["token_ids"]) == expected[row["id"]]
-        assert row["subset"] == subsets[row["id"]]
-        assert row["finish_reason"] == "length"
+def rows_of(context):
+    return list(read_answers(context.output))
 
 
 @pytest.fixture
@@ -52,33 +62,73 @@ def engine(monkeypatch):
 def test_rows_keep_the_order_of_prompts_and_their_states(engine, tmp_path):
     context = context_in(tmp_path)
     counts = answer(context)
-    rows = read_jsonl(context.output / ANSWERS)
-    assert [row["id"] for row in rows] == IDS
-    check_rows(rows, engine.asked)
+    rows = rows_of(context)
+    assert [row.id for row in rows] == IDS
+    expected = {request.id: made_up_answer(request) for request in engine.asked}
+    for row, asked in zip(rows, PROMPTS, strict=True):
+        assert (row.prompt_token_ids, row.token_ids) == expected[row.id]
+        assert (row.conversation, row.turn, row.subset, row.source) == (asked["id"], 0, asked["subset"], "x.jsonl")
+        assert (row.finish_reason, row.mode) == ("length", "")
+        assert json.loads(row.message)["content"] == f"said {row.token_ids}"
     assert counts == {
         "rows": 20,
+        "conversations": 20,
         "failed": 0,
-        "prompt_tokens": sum(len(row["prompt_token_ids"]) for row in rows),
-        "response_tokens": sum(len(row["token_ids"]) for row in rows),
+        "conversations_cut": 0,
+        "prompt_tokens": sum(len(row.prompt_token_ids) for row in rows),
+        "response_tokens": sum(len(row.token_ids) for row in rows),
         "finished_by_length": 20,
+        "refusals_estimate": 0,
     }
     assert (context.output / ERRORS).read_text() == ""
     spool = StatesSpool.of(context, "responses")
     for row in rows:
-        ids = [*row["prompt_token_ids"], *row["token_ids"]][:-1]
-        assert torch.equal(spool.read(row["id"], ids), made_up_states(ids))
+        ids = [*row.prompt_token_ids, *row.token_ids][:-1]
+        assert torch.equal(spool.read(row.id, ids), made_up_states(ids))
     assert list((context.work / "states").iterdir()) == [], "the server's files and locks are gone"
 
 
-@pytest.mark.parametrize(("temperature", "seed"), [(0.0, None), (0.7, 5)])
-def test_requests_carry_what_the_recipe_says(engine, tmp_path, temperature, seed):
+def test_greedy_requests_switch_off_what_a_servers_defaults_would_do(engine, tmp_path):
     context = context_in(tmp_path)
-    answer(context, temperature)
-    assert {(r.temperature, r.seed, r.max_tokens, r.with_states) for r in engine.asked} == {
-        (temperature, seed, 6, True)
-    }
+    answer(context)
+    for request in engine.asked:
+        assert (request.temperature, request.seed, request.max_tokens, request.with_states) == (0.0, None, 6, True)
+        assert request.extra == {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
     (spec,) = context.servers.acquired
-    assert (spec.mode, spec.layer_ids) == ("extract", (1, 3, 4))
+    assert (spec.mode, spec.layer_ids, spec.prefix_caching) == ("extract", (1, 3, 4), False)
+
+
+def test_sampled_requests_have_a_seed_each_and_the_same_in_every_run(engine, tmp_path):
+    answer(context_in(tmp_path / "a"), sampling=Sampling(0.7))
+    seeds = {request.id: request.seed for request in engine.asked}
+    assert seeds == {f"{one['id']}/0": request_seed(5, one["id"], 0) for one in PROMPTS}
+    assert len(set(seeds.values())) == 20
+    assert all(0 <= seed < 2**31 for seed in seeds.values())
+    assert request_seed(5, "p1", 1) != request_seed(5, "p1", 0) != request_seed(6, "p1", 0)
+
+
+def test_without_states_a_plain_server_with_prefix_cache_answers(engine, tmp_path):
+    context = context_in(tmp_path)
+    answer(context, want_states=False)
+    (spec,) = context.servers.acquired
+    assert (spec.mode, spec.prefix_caching) == ("plain", True)
+    assert not any(request.with_states for request in engine.asked)
+    assert not (context.work / "spool").exists()
+
+
+def test_later_turns_are_asked_with_the_models_own_answers(engine, tmp_path):
+    talks = [prompt("a", "1", "2", "3"), prompt("b", "1"), prompt("c", *"12345")]
+    context = context_in(tmp_path)
+    answer(context, talks)
+    assert [row.id for row in rows_of(context)] == ["a/0", "a/1", "a/2", "b/0", "c/0", "c/1", "c/2", "c/3"]
+    asked = {request.id: request for request in engine.asked}
+    for talk in talks:
+        history = []  # a plain loop over what the user says
+        for turn, said in enumerate([m["content"] for m in talk["messages"] if m["role"] == "user"][:4]):
+            history.append({"role": "user", "content": said})
+            request = asked[f"{talk['id']}/{turn}"]
+            assert request.messages == history
+            history.append({"role": "assistant", "content": f"said {made_up_answer(request)[1]}"})
 
 
 KILLED = """
@@ -89,8 +139,8 @@ from tests.stage_room import FakeEngine
 from tests.tasks.test_answers import answer, context_in
 context = context_in(Path(sys.argv[1]))
 def tear():
-    with (context.scratch / "journal.jsonl").open("a") as file:
-        file.write('{"id": "p3", "subset": "od')
+    with (context.scratch / "journal" / "00000.jsonl").open("a") as file:
+        file.write('{"id": "p3/0", "conversation": "p3", "subset": "od')
 tasks.answers.generate = FakeEngine(kill_after=9, before_kill=tear).generate
 answer(context)
 """
@@ -99,65 +149,131 @@ answer(context)
 def test_killed_run_loses_and_doubles_nothing(engine, tmp_path):
     killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=REPOSITORY, timeout=60, check=False)
     assert killed.returncode == -signal.SIGKILL
-    *whole, torn = (tmp_path / "scratch" / "journal.jsonl").read_text().split("\n")
+    *whole, torn = (tmp_path / "scratch" / "journal" / "00000.jsonl").read_text().split("\n")
     assert torn, "the last line is cut off in the middle"
     finished = [json.loads(line)["id"] for line in whole]
     assert len(finished) == 9
-    assert not (tmp_path / "output" / ANSWERS).exists()
+    assert not list((tmp_path / "output").iterdir())
 
     context = context_in(tmp_path)
     answer(context)
     assert sorted(engine.ids + finished) == sorted(IDS), "finished rows are not asked again, all others are"
-    rows = read_jsonl(context.output / ANSWERS)
-    assert [row["id"] for row in rows] == IDS
-    check_rows([row for row in rows if row["id"] in engine.ids], engine.asked)
     # What the killed process wrote is what an uninterrupted one writes.
     unbroken = context_in(tmp_path / "unbroken")
     answer(unbroken)
-    assert (context.output / ANSWERS).read_bytes() == (unbroken.output / ANSWERS).read_bytes()
+    assert rows_of(context) == rows_of(unbroken)
+    assert [row.id for row in rows_of(context)] == IDS
 
 
-def test_a_torn_line_with_the_text_of_a_row_is_not_a_row(tmp_path):
-    # Without its newline nobody knows whether the line ended there.
-    path = tmp_path / "journal.jsonl"
-    path.write_text('{"id": "a", "n": 1}\n{"id": "b", "n": 12}')
-    journal = Journal(path)
-    assert journal.rows == {"a": {"id": "a", "n": 1}}
-    journal.append({"id": "b", "n": 123})
+def test_half_a_conversation_goes_on_at_its_next_turn(engine, tmp_path):
+    talks = [prompt("a", "1", "2", "3"), prompt("b", "1", "2")]
+    unbroken = context_in(tmp_path / "unbroken")
+    answer(unbroken, talks)
+    context = context_in(tmp_path / "half")
+    journal = Journal(context.scratch / "journal")
+    for row in rows_of(unbroken)[:2]:
+        journal.append(row)
     journal.close()
-    assert Journal(path).rows["b"] == {"id": "b", "n": 123}
-    assert path.read_text() == '{"id": "a", "n": 1}\n{"id": "b", "n": 123}\n'
+    engine.asked.clear()
+    answer(context, talks)
+    assert sorted(engine.ids) == ["a/2", "b/0", "b/1"]
+    assert rows_of(context) == rows_of(unbroken)
+
+
+def row(conversation, turn=0):
+    return AnswerRow(f"{conversation}/{turn}", conversation, turn, "s", "x", "", [1], [2, turn], "stop", "{}")
+
+
+def test_a_journal_cut_at_any_byte_holds_the_rows_before(tmp_path):
+    journal = Journal(tmp_path / "whole")
+    for one in (row("a"), row("a", 1), row("b")):
+        journal.append(one)
+    journal.close()
+    content = (tmp_path / "whole" / "00000.jsonl").read_bytes()
+    second = content.index(b"\n", content.index(b"\n") + 1) + 1
+    for length in range(second, len(content) + 1):
+        folder = tmp_path / "cut"
+        folder.mkdir(exist_ok=True)
+        (folder / "00000.jsonl").write_bytes(content[:length])
+        cut = Journal(folder)
+        assert cut.turns("a") == [row("a"), row("a", 1)]
+        # Without its newline nobody knows whether the line ended there.
+        assert ("b" in cut) == (length == len(content))
+        if "b" not in cut:
+            cut.append(row("b"))
+        cut.close()
+        assert (folder / "00000.jsonl").read_bytes() == content
+
+
+def test_a_journal_goes_on_in_new_segments_and_refuses_gaps(tmp_path):
+    for _ in range(3):  # opened again and again
+        journal = Journal(tmp_path, rows_per_segment=2)
+        first = journal.rows
+        for number in range(first, first + 3):
+            journal.append(row(f"c{number}"))
+        journal.close()
+    assert [path.read_text().count("\n") for path in sorted(tmp_path.iterdir())] == [2, 2, 2, 2, 1]
+    journal = Journal(tmp_path, rows_per_segment=2)
+    assert [journal.turns(f"c{number}") for number in range(10)] == [[row(f"c{n}")] for n in range(9)] + [[]]
+    with pytest.raises(ValueError, match="c1/0 is not the next turn"):
+        journal.append(row("c1"))
+    with pytest.raises(ValueError, match="new/1 is not the next turn"):
+        journal.append(row("new", 1))
 
 
 def test_too_many_failures_name_the_commonest_and_keep_what_is_done(engine, tmp_path):
     context = context_in(tmp_path)
-    engine.failing = {"p1": RuntimeError("too long"), "p5": ValueError("odd"), "p6": RuntimeError("too long")}
-    with pytest.raises(TooManyFailuresError, match=r"3 of 20 .*max_failed_share=0\.1.*\(2 times\): RuntimeError: too"):
+    engine.failing = {
+        "p1/0": RuntimeError("40 too long"),
+        "p5/0": ValueError("odd"),
+        "p6/0": RuntimeError("7 too long"),
+    }
+    with pytest.raises(TooManyFailuresError, match=r"3 of 20 .*share=0\.1.*\(2 times\): RuntimeError: \d+ too long"):
         answer(context)
-    assert not (context.output / ANSWERS).exists()
+    assert not list(context.output.glob("responses*"))
+    assert sorted(row["id"] for row in read_jsonl(context.scratch / ERRORS)) == ["p1", "p5", "p6"]
     engine.failing, engine.asked = {}, []
     answer(context)
-    assert sorted(engine.ids) == ["p1", "p5", "p6"]
-    assert [row["id"] for row in read_jsonl(context.output / ANSWERS)] == IDS
+    assert sorted(engine.ids) == ["p1/0", "p5/0", "p6/0"], "only what failed is asked again"
+    assert [row.id for row in rows_of(context)] == IDS
 
 
-def test_a_few_failures_are_recorded(engine, tmp_path):
+def test_a_few_failures_are_recorded_with_their_cause(engine, tmp_path):
     context = context_in(tmp_path)
-    engine.failing = {"p2": RuntimeError("too long"), "p7": ValueError("odd")}
+    engine.failing = {"p2/0": RuntimeError("too long"), "p7/0": ValueError("odd")}
     counts = answer(context)
     assert (counts["rows"], counts["failed"]) == (18, 2)
-    assert [row["id"] for row in read_jsonl(context.output / ANSWERS)] == [i for i in IDS if i not in engine.failing]
-    errors = {row["id"]: row["error"] for row in read_jsonl(context.output / ERRORS)}
-    assert errors == {"p2": "RuntimeError: too long", "p7": "ValueError: odd"}
+    assert [row.id for row in rows_of(context)] == [i for i in IDS if i not in engine.failing]
+    errors = {row["id"]: (row["turn"], row["error"]) for row in read_jsonl(context.output / ERRORS)}
+    assert errors == {"p2": (0, "RuntimeError: too long"), "p7": (0, "ValueError: odd")}
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_no_run_ends_without_answers(engine, tmp_path, share):
+    context = context_in(tmp_path, max_failed_share=share)
+    engine.failing = dict.fromkeys(IDS, RuntimeError("no"))
+    with pytest.raises(TooManyFailuresError, match="20 of 20"):
+        answer(context)
+
+
+def test_a_later_turn_that_is_refused_ends_its_conversation_and_fails_nothing(engine, tmp_path):
+    context = context_in(tmp_path, max_failed_share=0.0)
+    engine.failing = {"a/1": RequestRefused(400, "longer than max_model_len")}
+    counts = answer(context, [prompt("a", "1", "2", "3"), prompt("b", "1", "2")])
+    assert [row.id for row in rows_of(context)] == ["a/0", "b/0", "b/1"]
+    assert (counts["failed"], counts["conversations_cut"]) == (0, 1)
+    (error,) = read_jsonl(context.output / ERRORS)
+    assert (error["id"], error["turn"]) == ("a", 1)
+    assert "longer than max_model_len" in error["error"]
 
 
 def test_written_answers_are_final(engine, tmp_path):
     # A stage that goes on after answering and is killed must find the same rows: its shards count on their order.
     context = context_in(tmp_path)
-    engine.failing = {"p2": RuntimeError("too long")}
-    first = answer(context), (context.output / ANSWERS).read_bytes()
+    engine.failing = {"p2/0": RuntimeError("too long")}
+    first = answer(context), rows_of(context)
     engine.failing, engine.asked = {}, []
-    assert (answer(context), (context.output / ANSWERS).read_bytes()) == first
+    assert (answer(context), rows_of(context)) == first
     assert engine.asked == []
 
 
@@ -166,3 +282,25 @@ def test_states_of_other_tokens_end_the_run(engine, tmp_path, monkeypatch):
     monkeypatch.setattr(engine, "write_states", lambda stem, ids: honest(stem, [*ids[:-1], ids[-1] + 1]))
     with pytest.raises(RuntimeError, match="is of other tokens"):
         answer(context_in(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([], "holds no prompts"),
+        ([PROMPTS[0], PROMPTS[1], PROMPTS[0]], "line 3: id 'p0' occurs twice"),
+        ([PROMPTS[0], PROMPTS[1] | {"messages": []}], "line 2: 'messages' is missing or empty"),
+        ([PROMPTS[0] | {"id": ""}], "line 1: 'id' is missing"),
+        ([PROMPTS[0] | {"messages": [{"role": "system", "content": "x"}]}], "'p0' has no user turn"),
+    ],
+)
+def test_prompts_that_cannot_be_asked_are_named_before_anything_is(engine, tmp_path, rows, message):
+    context = context_in(tmp_path)
+    with pytest.raises(PromptFileError, match=message):
+        answer(context, rows)
+    assert engine.asked == []
+
+
+def test_good_prompts_are_counted(tmp_path):
+    write_jsonl(tmp_path / "p.jsonl", PROMPTS)
+    assert check_prompt_file(tmp_path / "p.jsonl") == 20

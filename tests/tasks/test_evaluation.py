@@ -10,6 +10,7 @@ import pytest
 
 from dspark_model.metrics import Acceptance
 from tasks import served_rounds
+from tasks.answer_rows import AnswerRow
 from tasks.evaluation import ReconciliationError, reconcile, summarise, walked_interval
 from tasks.served_rounds import Answers, ServedEvaluationError, SubsetRound, run_rounds
 from tasks.speculation_counters import SpecDecodeCounters
@@ -142,7 +143,10 @@ def test_irreconcilable_figures_name_both_and_every_position(served):
     assert "position 1: served 0.125, walked 0.250" in message
 
 
-ROWS = [{"id": f"r{i}", "subset": "even" if i % 2 == 0 else "odd", "prompt_token_ids": [i, i + 1]} for i in range(5)]
+ROWS = [
+    AnswerRow(f"r{i}", f"r{i}", 0, "even" if i % 2 == 0 else "odd", "builtin", "", [i, i + 1], [9], "stop", "{}")
+    for i in range(5)
+]
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from tasks.builtin_prompts import (
     evaluation_prompts,
     training_prompts,
 )
-from tasks.prompt_filters import EvaluationGuard, filter_prompts
 from tasks.prompt_rows import PromptRow, PromptsError, row_text
 from tasks.recipe import RecipeError
 from tasks.recipe_file import parse_recipe
@@ -32,11 +31,6 @@ def verifier(tmp_path_factory):
 
 def row(text, **fields):
     return PromptRow.create("s", [{"role": "user", "content": text}], "test", "none", **fields)
-
-
-def words(messages):
-    """A stand-in for the tokenizer: ten tokens of template, one per word."""
-    return 10 + sum(len(m["content"].split()) for m in messages), len(messages[-1]["content"].split())
 
 
 def recipe(verifier, evaluation=None, **section):
@@ -53,7 +47,11 @@ def recipe(verifier, evaluation=None, **section):
 def build(the_recipe, verifier, output):
     output.mkdir(parents=True)
     context = SimpleNamespace(
-        recipe=the_recipe, output=output, parents={"verifier": verifier}, log=logging.getLogger("t")
+        recipe=the_recipe,
+        output=output,
+        scratch=output.parent / f"{output.name}-scratch",
+        parents={"verifier": verifier},
+        log=logging.getLogger("t"),
     )
     return prompts.build(context)
 
@@ -121,35 +119,6 @@ def test_an_overlap_with_evaluation_is_refused(text, reason):
     assert check_disjoint([row("What is Peruvian food?")], held_out)["disjoint_topics"] == 1
 
 
-# --- filters
-
-
-def test_filters_count_each_reason_once_and_keep_samples():
-    guard = EvaluationGuard(["What is a kite?"], ["one two three four five six seven eight nine"])
-    candidates = [
-        row("How are you today?"),
-        row("how  are you TODAY?"),
-        "a record without a prompt",
-        row("Hm"),
-        row("word " * 60),
-        row("what is a kite?"),
-        row("Say: two three four five six seven eight nine!"),
-        row("Tell me a joke."),
-        row("Never looked at, the limit is reached."),
-    ]
-    result = filter_prompts(candidates, limit=2, max_tokens=40, count_tokens=words, guard=guard)
-    assert [row_text(r) for r in result.kept] == ["How are you today?", "Tell me a joke."]
-    assert result.dropped == {
-        "duplicate": 1,
-        "unusable": 1,
-        "too_short": 1,
-        "too_long": 1,
-        "evaluation_overlap": 2,
-    }
-    assert result.candidates == 8 == len(result.kept) + result.dropped.total()
-    assert result.samples["too_short"] == ["Hm"]
-
-
 # --- the artifact
 
 
@@ -157,7 +126,7 @@ def test_the_artifact_holds_both_splits_in_the_agreed_format(verifier, tmp_path)
     the_recipe = recipe(verifier, {"prompts_per_subset": 3}, num_prompts=90)
     counts = build(the_recipe, verifier, tmp_path / "a")
     train, evaluation = read(tmp_path / "a" / "train.jsonl"), read(tmp_path / "a" / "evaluation.jsonl")
-    assert set(train[0]) == {"id", "subset", "messages", "source", "license"}
+    assert set(train[0]) == {"id", "subset", "messages", "source", "license", "tools"}
     assert Counter(r["subset"] for r in train) == dict.fromkeys(SUBSETS, 10)
     assert Counter(r["subset"] for r in evaluation) == dict.fromkeys(SUBSETS, 3)
     assert not {r["id"] for r in train} & {r["id"] for r in evaluation}
@@ -177,7 +146,7 @@ def test_more_evaluation_prompts_leave_the_training_prompts_alone(verifier, tmp_
 
 
 def test_too_few_prompts_fail_with_counts_and_a_remedy(verifier, tmp_path):
-    with pytest.raises(PromptsError, match=r"num_prompts=99999.*only \d{4} after.*candidates"):
+    with pytest.raises(PromptsError, match=r"num_prompts=99999.*only \d{4} prompts.*fewer than 49999.*candidates"):
         build(recipe(verifier, num_prompts=99999), verifier, tmp_path / "a")
     with pytest.raises(PromptsError, match=r"prompts_per_subset=500.*subset HumanEval has only"):
         build(recipe(verifier, {"prompts_per_subset": 500}), verifier, tmp_path / "b")
@@ -189,8 +158,13 @@ def test_the_preflight_knows_what_is_available(verifier, tmp_path):
         prompts.check_prompts(recipe(verifier, num_prompts=99999))
     with pytest.raises(RecipeError, match="prompts_per_subset=500: there are"):
         prompts.check_prompts(recipe(verifier, {"prompts_per_subset": 500}))
-    with pytest.raises(RecipeError, match="no such file"):
-        prompts.check_prompts(recipe(verifier, source="dataset", dataset=str(tmp_path / "no.jsonl")))
+    for missing in (tmp_path / "no.jsonl", tmp_path / "no*.parquet"):
+        with pytest.raises(RecipeError, match=r"no such file .*correct the path"):
+            prompts.check_prompts(recipe(verifier, sources=[str(missing)]))
+    with pytest.raises(RecipeError, match=r"num_prompts='all' with the source 'self'"):
+        prompts.check_prompts(recipe(verifier, sources=["builtin", "self"], num_prompts="all"))
+    with pytest.raises(RecipeError, match=r"languages=\['en', 'xx'\]: xx unknown; known: .*de"):
+        prompts.check_prompts(recipe(verifier, languages=["en", "xx"]))
 
 
 def test_evaluation_prompts_in_a_dataset_are_kept_out_of_training(verifier, tmp_path):
@@ -199,13 +173,15 @@ def test_evaluation_prompts_in_a_dataset_are_kept_out_of_training(verifier, tmp_
     records = [{"prompt": text} for text in [*leaked, "What is a good name for a cat?", "Count to ten."]]
     path = tmp_path / "d.jsonl"
     path.write_text("\n".join(json.dumps(r) for r in records))
-    the_recipe = recipe(verifier, source="dataset", dataset=str(path), num_prompts=2)
+    the_recipe = recipe(verifier, sources=[str(path)], num_prompts="all")
     counts = build(the_recipe, verifier, tmp_path / "a")
     texts = {r["messages"][0]["content"] for r in read(tmp_path / "a" / "train.jsonl")}
     assert texts == {"What is a good name for a cat?", "Count to ten."}
-    assert counts["dropped_evaluation_overlap"] <= 2
-    with pytest.raises(PromptsError, match="2 evaluation_overlap"):
-        build(recipe(verifier, source="dataset", dataset=str(path), num_prompts=3), verifier, tmp_path / "b")
+    assert counts["dropped_evaluation_overlap"] == 2
+    overlaps = json.loads((tmp_path / "a" / "report.json").read_text())["sources"]["d.jsonl"]
+    assert overlaps["evaluation_overlap_by_subset"] == {"rag": 1, "summarization": 1}
+    with pytest.raises(PromptsError, match=r"only 2 prompts.*2 evaluation_overlap"):
+        build(recipe(verifier, sources=[str(path)], num_prompts=3, min_prompts=3), verifier, tmp_path / "b")
 
 
 # --- identity
@@ -216,10 +192,10 @@ def test_identity_follows_content_and_not_place(verifier, tmp_path, monkeypatch)
     paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for path in paths:
         path.write_text('{"prompt": "Hello there"}\n')
-    one, two = (prompts.identity(recipe(verifier, source="dataset", dataset=str(p))) for p in paths)
+    one, two = (prompts.identity(recipe(verifier, sources=[str(p)])) for p in paths)
     assert one == two
     paths[1].write_text('{"prompt": "Something else"}\n')
-    assert prompts.identity(recipe(verifier, source="dataset", dataset=str(paths[1]))) != one
+    assert prompts.identity(recipe(verifier, sources=[str(paths[1])])) != one
     base = prompts.identity(recipe(verifier))
     assert json.loads(json.dumps(base)) == base
     assert prompts.identity(recipe(verifier, {"prompts_per_subset": 3})) != base

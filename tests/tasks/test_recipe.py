@@ -54,8 +54,21 @@ MINIMAL = yaml.safe_dump(HUB)
         ({"training": {"loss": {"ce": 1.0, "tv": -0.1}}}, r"none below 0"),
         ({"training": {"loss": {"mse": 1.0}}}, r"^training\.loss\.mse"),
         ({"name": "Not A Name"}, r"^name: "),
-        ({"prompts": {"source": "dataset"}}, r"prompts\.dataset=None with prompts\.source='dataset': give"),
-        ({"prompts": {"dataset": "org/data"}}, r"prompts\.dataset='org/data' with prompts\.source='builtin'"),
+        ({"prompts": {"sources": []}}, r"^prompts\.sources: .*at least 1 item"),
+        ({"prompts": {"sources": [{"sourc": "builtin"}]}}, r"\.0\.source: .*\n.*\.sourc: unknown field"),
+        ({"prompts": {"sources": [{"source": "self", "split": "x"}]}}, r"'self' is no data set of the hub.*'split'"),
+        ({"prompts": {"sources": [{"source": "a.jsonl", "revision": "x"}]}}, r"no data set of the hub.*'revision'"),
+        ({"prompts": {"sources": [{"source": "builtin", "column": "x"}]}}, r"'builtin' has a column .* of its own"),
+        ({"prompts": {"sources": ["s3://bucket/chats"]}}, r"name files, which end in .*'s3://bucket/chats/\*\.jsonl'"),
+        ({"prompts": {"sources": ["/data/chats.csv"]}}, r"'/data/chats\.csv' is neither a file ending in .*owner/name"),
+        ({"prompts": {"sources": ["a/b", {"source": "a/b"}]}}, r"prompts\.sources names 'a/b' twice"),
+        ({"prompts": {"min_prompts": 50, "num_prompts": 20}}, r"min_prompts=50 is above prompts\.num_prompts=20"),
+        ({"prompts": {"min_prompt_tokens": 90, "max_prompt_tokens": 80}}, r"min_prompt_tokens=90 must be below"),
+        ({"responses": {"temperature": "warm"}}, r"^responses\.temperature: .*\(got 'warm'\)"),
+        ({"responses": {"top_p": 0.9}}, r"responses\.top_p=0\.9 .* no effect with responses\.temperature=0"),
+        ({"responses": {"modes": [{"name": "a"}, {"name": "a"}]}}, r"responses\.modes: the names .* must differ"),
+        ({"serving": {"urls": ["gpu1:8000"]}}, r"serving\.urls: 'gpu1:8000' must begin with http"),
+        ({"serving": {"served_model": "m"}}, r"serving\.served_model='m' has no effect without serving\.urls"),
     ],
 )  # fmt: skip
 def test_wrong_fields_are_named_with_value_and_expectation(sections, message):
@@ -127,11 +140,32 @@ def test_lengths_beyond_max_model_len(longer):
 
 
 def test_documents_longer_than_a_step():
-    sections = {"prompts": {"max_prompt_tokens": 300}, "responses": {"max_new_tokens": 200}}
-    hub_recipe(**sections, training={"tokens_per_step": 500})
-    hub_recipe(**sections, training={"tokens_per_step": 400}, examples={"max_length": 400})
-    with pytest.raises(RecipeError, match=r"tokens_per_step=499 is less than the 500 tokens .*examples\.max_length"):
-        hub_recipe(**sections, training={"tokens_per_step": 499})
+    hub_recipe(training={"tokens_per_step": 400}, examples={"max_length": 400})
+    with pytest.raises(RecipeError, match=r"tokens_per_step=399 is less than the 400 tokens .*examples\.max_length"):
+        hub_recipe(training={"tokens_per_step": 399}, examples={"max_length": 400})
+
+
+@pytest.mark.parametrize(
+    ("given", "kinds"),
+    [
+        ("builtin", ["builtin"]),
+        (["self", "org/data"], ["self", "hub"]),
+        ({"source": "s3://b/*.parquet"}, ["file"]),
+        (["open-perfectblend", "/data/a.jsonl.gz", {"source": "x.json", "weight": 3}], ["hub", "file", "file"]),
+    ],
+)
+def test_sources_by_name_or_in_full(given, kinds):
+    sources = hub_recipe(prompts={"sources": given}).prompts.sources
+    assert [source.kind for source in sources] == kinds
+    assert all(source.weight == (3 if source.source == "x.json" else 1) for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("fields", "fewest"),
+    [({"num_prompts": 100}, 50), ({"num_prompts": "all"}, 2), ({"num_prompts": 3}, 2), ({"min_prompts": 7}, 7)],
+)
+def test_fewest_prompts_that_a_run_goes_on_with(fields, fewest):
+    assert hub_recipe(prompts=fields).prompts.fewest == fewest
 
 
 # --- files and overrides
@@ -207,14 +241,23 @@ def test_later_overrides_win(write):
 def test_paths_are_relative_to_the_recipes_file(write, tmp_path, monkeypatch):
     monkeypatch.chdir("/")
     monkeypatch.setenv("DATA", str(tmp_path / "data"))
-    text = "name: t\nverifier: {source: path, path: models/tiny}\nprompts: {source: dataset, dataset: $DATA/a.jsonl}\n"
+    text = (
+        "name: t\nverifier: {source: path, path: models/tiny}\nprompts: {sources: [$DATA/a.jsonl, {source: b.json}]}\n"
+    )
     recipe = load_recipe(write(text))
     assert recipe.verifier.path == tmp_path / "models" / "tiny"
-    assert recipe.prompts.dataset == str(tmp_path / "data" / "a.jsonl")
+    assert [s.source for s in recipe.prompts.sources] == [str(tmp_path / "data" / "a.jsonl"), str(tmp_path / "b.json")]
     assert load_recipe(write(text), ["verifier.path=/abs/model"]).verifier.path == Path("/abs/model")
     assert load_recipe(write(text), ["verifier.path=~/model"]).verifier.path == Path.home() / "model"
     for dataset in ("org/data", "s3://bucket/a.jsonl", "org/with.dots"):
-        assert load_recipe(write(text), [f"prompts.dataset={dataset}"]).prompts.dataset == dataset
+        assert load_recipe(write(text), [f"prompts.sources={dataset}"]).prompts.sources[0].source == dataset
+
+
+def test_paths_of_the_command_line_are_relative_to_where_it_is_typed(write, tmp_path, monkeypatch):
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    recipe = load_recipe(write(MINIMAL), ["prompts.sources=[chats.jsonl]"])
+    assert recipe.prompts.sources[0].source == str(tmp_path / "here" / "chats.jsonl")
 
 
 def test_a_recipe_is_frozen_and_reads_back():

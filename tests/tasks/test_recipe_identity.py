@@ -44,6 +44,9 @@ SERVING = {
     "extra_args": ["--tensor-parallel-size", "4"],
     "start_timeout_seconds": 5.0,
     "train_timeout_seconds": 6.0,
+    "urls": ["http://somewhere:8000"],
+    "request_timeout_seconds": 9.0,
+    "spool_gib": 0.0,
 }
 
 
@@ -55,16 +58,23 @@ def with_field(recipe: Recipe, section: str, field: str, value) -> Recipe:
 
 def test_no_serving_field_changes_a_fingerprint():
     before = hub_recipe()
-    for field in ServingSection.model_fields:
+    for field in ServingSection.model_fields.keys() - {"served_model"}:
         after = with_field(before, "serving", field, SERVING[field])  # a new field needs a value here
         assert after != before
         assert changed_stages(before, after) == set(), field
+    elsewhere = hub_recipe(serving={"urls": ["http://somewhere:8000"], "served_model": "m"})
+    assert changed_stages(before, elsewhere) == set()
 
 
 def decisions(recipe: Recipe):
     """(section, field, another value) of every field that describes results."""
     special = {
-        ("prompts", "source"): "self",
+        ("prompts", "sources"): ["self"],
+        ("prompts", "languages"): ["en"],
+        ("responses", "modes"): [{"name": "a"}],
+        ("responses", "tool_call_parser"): "hermes",
+        ("responses", "reasoning_parser"): "qwen3",
+        ("examples", "truncated_answers"): "drop",
         ("vocab", "draft_vocab_size"): "full",
         ("drafter", "aux_hidden_state_layer_ids"): [1, 2],
         ("drafter", "attention"): "sliding",
@@ -77,10 +87,12 @@ def decisions(recipe: Recipe):
         ("training", "slot_weighting"): "dpace",
         ("evaluation", "num_speculative_tokens"): 2,
         ("release", "title"): "Another",
-        ("prompts", "split"): "test",
     }
-    # Decide whether and when work is kept, not what it is; `dataset` comes with `source`.
-    exempt = {("training", "checkpoint_every_seconds"), ("responses", "max_failed_share"), ("prompts", "dataset")}
+    # Decide whether and when work is kept, not what it is; top_p and top_k come with a temperature (below).
+    exempt = {
+        ("training", "checkpoint_every_seconds"), ("responses", "max_failed_share"), ("prompts", "min_prompts"),
+        ("prompts", "max_unusable_share"), ("responses", "top_p"), ("responses", "top_k"),
+    }  # fmt: skip
     for section, fields in recipe:
         if not isinstance(fields, Section) or section in {"serving", "verifier"}:
             continue
@@ -121,12 +133,14 @@ def test_every_decision_changes_the_stage_it_is_about():
         ("training.checkpoint_every_seconds=5", set()),
         ("responses.max_failed_share=0.5", set()),
         ("evaluation.concurrency=3", {"evaluation", "release"}),
-        ("evaluation.max_new_tokens=17", {"references", "evaluation", "release"}),
-        ("vocab.draft_vocab_size=64", {"vocab", "drafter", "evaluation", "release"}),
+        ("prompts.min_prompts=3", set()),
+        ("prompts.max_unusable_share=0.5", set()),
+        ("evaluation.max_new_tokens=17", {"references", "coverage", "evaluation", "release"}),
+        ("vocab.draft_vocab_size=64", {"vocab", "coverage", "drafter", "evaluation", "release"}),
         ("release.title=Other", {"release"}),
         (
             "drafter.aux_hidden_state_layer_ids=[1, 2]",
-            {"references", "hidden_states", "drafter", "evaluation", "release"},
+            {"references", "coverage", "hidden_states", "drafter", "evaluation", "release"},
         ),
     ],
 )
@@ -134,6 +148,13 @@ def test_only_the_stages_that_a_field_is_about_change(tmp_path, override, stages
     file = str(tmp_path / "r.yaml")
     Path(file).write_text(json.dumps(HUB))
     assert changed_stages(load_recipe(file), load_recipe(file, [override])) == stages
+
+
+def test_how_sampling_is_cut_off_counts():
+    recipes = [
+        hub_recipe(responses={"temperature": 0.7} | cut) for cut in ({}, {"top_p": 0.9}, {"top_k": 5}, {"top_p": 0.8})
+    ]
+    assert len({fingerprints(recipe)["responses"] for recipe in recipes}) == 4
 
 
 def test_identities_hold_no_place():

@@ -16,8 +16,8 @@ from dspark_model.families import derive_config
 from dspark_model.metrics import Acceptance
 from dspark_model.verifier import load_verifier_parts
 from tasks import plots, release
-from tasks.answers import write_jsonl
 from tasks.evaluation import RESULT, summarise
+from tasks.jsonl import write_jsonl
 from tasks.recipe_file import load_recipe, parse_recipe
 from tasks.served_rounds import Answers, SubsetRound
 from tests.stage_room import manifest, stage_context, toy_recipe
@@ -26,7 +26,7 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 BLOCK, SERVED = 4, 3
 COUNTS = {
     "verifier": {"files": 4},
-    "prompts": {"train": 60},
+    "prompts": {"prompts": 60, "sources": "builtin (60, apache-2.0)"},
     "references": {"rows": 3},
     "responses": {"rows": 57, "response_tokens": 4242, "finished_by_length": 13},
     "examples": {"train_documents": 50},

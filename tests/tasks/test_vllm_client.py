@@ -108,6 +108,8 @@ OK, BUSY_TWICE, DISCONNECTS_ONCE, REFUSES, ALWAYS_BUSY, SLOW, DIES, NO_TOKENS, O
 @pytest.fixture
 def server(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm_client, "ATTEMPTS", 3)
+    monkeypatch.setattr(vllm_client, "FIRST_WAIT_SECONDS", 0.01)
+    monkeypatch.setattr(vllm_client, "JITTER_SECONDS", 0.01)
     script, port_file, metrics = tmp_path / "server.py", tmp_path / "port", tmp_path / "metrics"
     script.write_text(SERVER)
     metrics.write_text(METRICS)
