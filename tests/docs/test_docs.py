@@ -41,8 +41,9 @@ def test_every_recipe_field_is_described():
     assert [row for row in rows if re.split(r"(?<!\\)\|", row)[4].strip() == ""] == []
 
 
-def test_example_recipes_in_the_documentation_are_valid():
-    examples = re.findall(r"```yaml\n(.*?)```", (DOCS / "recipes.md").read_text(), re.DOTALL)
+@pytest.mark.parametrize("page", ["recipes.md", "data.md"])
+def test_example_recipes_in_the_documentation_are_valid(page):
+    examples = re.findall(r"```yaml\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
     assert examples
     for example in examples:
         parse_recipe(yaml.safe_load(example))
