@@ -116,7 +116,7 @@ def main(
     recipe_name: Annotated[str, typer.Option("--recipe", help="Whose verifier and settings.")] = DEFAULT_RECIPE,
     overrides: Annotated[list[str] | None, typer.Option("--set", help="As of the pipeline.")] = None,
     rounds: Annotated[int, typer.Option(min=1, help="Rounds that count.")] = 3,
-    prompts_per_round: Annotated[int, typer.Option(min=1)] = 192,
+    prompts_per_round: Annotated[int, typer.Option(min=1)] = 288,
 ) -> None:
     """Measure ours and vLLM's offline generation in turns."""
     needed = prompts_per_round * (rounds + 1)

@@ -20,7 +20,8 @@ from tasks.folders import discard_folder, inventory, replace_folder, write_durab
 from tasks.lease import SUFFIX, Lease, leased
 from tasks.lock import exclusive
 from tasks.manifest import MANIFEST_NAME, ArtifactRef, FileEntry, Manifest, ManifestFields
-from tasks.provenance import REPO_ROOT, git_sha, software_versions, utc_now
+from tasks.provenance import git_sha, software_versions, utc_now
+from tasks.store_places import default_root, default_work
 from tasks.transfer import DamagedFileError, check_sums, end_staging, fetch, send
 
 _FINGERPRINT = re.compile(r"^[0-9a-f]{64}$")
@@ -40,11 +41,6 @@ class ArtifactDamagedError(StoreError):
     """A file of a committed artifact is missing or differs from the manifest."""
 
 
-def default_root() -> str:
-    """$DSPARK_STORE, else `.dspark/store` in the checkout."""
-    return os.environ.get("DSPARK_STORE") or str(REPO_ROOT / ".dspark" / "store")
-
-
 class ArtifactStore:
     """Artifacts at `<root>/<stage>/<fingerprint>/`, each with a manifest that is written last.
 
@@ -60,7 +56,7 @@ class ArtifactStore:
         text = str(root or default_root()).removeprefix("file://")
         self.is_local = "://" not in text
         self.root = os.path.abspath(os.path.expanduser(text)) if self.is_local else text.rstrip("/")
-        self.work = work or _default_work(self.root, self.is_local)
+        self.work = work or default_work(self.root, self.is_local)
         self._digests: DigestCache | None = None
         try:
             self._files = Files(self.root)
@@ -311,15 +307,6 @@ def _damaged(ref: ArtifactRef, file: str, fault: str) -> ArtifactDamagedError:
     return ArtifactDamagedError(
         f"artifact damaged: file {file} of {ref.uri}: {fault}; the next run of the pipeline rebuilds it"
     )
-
-
-def _default_work(root: str, is_local: bool) -> Path:
-    """Unfinished work and copies of remote artifacts: $DSPARK_WORK, else beside a local store or in the checkout."""
-    base = os.environ.get("DSPARK_WORK")
-    if base or not is_local:
-        return Path(base or REPO_ROOT / ".dspark" / "remote") / re.sub(r"[^A-Za-z0-9._-]+", "-", root).strip("-")
-    path = Path(root)
-    return path.with_name("work") if path.name == "store" else path.with_name(f"{path.name}-work")
 
 
 if __name__ == "__main__":  # for people: `python -m tasks.store --help`

@@ -56,6 +56,7 @@ def check_verifier(recipe: Recipe) -> None:
         _check_gguf(wheel_file(verifier).path)
     elif isinstance(verifier, PathVerifier):
         check_folder(verifier.path, verifier.dtype, f"verifier.path={str(verifier.path)!r}")
+    _check_context(recipe)
     num_layers = verifier_num_layers(recipe)
     ids = recipe.drafter.aux_hidden_state_layer_ids
     if ids is not None and num_layers is not None and ids[-1] >= num_layers:
@@ -68,19 +69,39 @@ def check_verifier(recipe: Recipe) -> None:
 
 def verifier_num_layers(recipe: Recipe) -> int | None:
     """Number of decoder layers of the verifier; None for a hub model that is not on this machine yet."""
+    facts = _facts(recipe)
+    return None if facts is None else int(facts["num_hidden_layers"])
+
+
+def _facts(recipe: Recipe) -> dict[str, Any] | None:
+    """The language model's part of config.json, or a GGUF's words for it; None if it is not on this machine yet."""
     verifier = recipe.verifier
     if isinstance(verifier, WheelVerifier):
         header = read_gguf_header(wheel_file(verifier).path)
-        return int(header[f"{header['general.architecture']}.block_count"])
-    if isinstance(verifier, PathVerifier):
-        config_file: Path | None = verifier.path / "config.json"
-    else:
-        config_file = _cached_hub_config(verifier)
+        architecture = header["general.architecture"]
+        return {
+            "num_hidden_layers": header[f"{architecture}.block_count"],
+            "max_position_embeddings": header.get(f"{architecture}.context_length"),
+        }
+    config_file = verifier.path / "config.json" if isinstance(verifier, PathVerifier) else _cached_hub_config(verifier)
     if config_file is None:
         return None
     config = _read_config(config_file)
-    text = config.get("text_config", config)
-    return int(text["num_hidden_layers"])
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
+def _check_context(recipe: Recipe) -> None:
+    """Refuse more tokens than the verifier's positions; vLLM would, after everything before it was done."""
+    facts = _facts(recipe) or {}
+    longest, wanted = facts.get("max_position_embeddings"), recipe.serving.max_model_len
+    # Scaled positions reach further than the number says: vLLM knows how far.
+    scaled = (facts.get("rope_scaling") or facts.get("rope_parameters") or {}).get("factor")
+    if longest and not scaled and wanted > longest:
+        raise RecipeError(
+            f"serving.max_model_len={wanted}: the verifier has {longest} positions; lower it, and "
+            "prompts.max_prompt_tokens and max_new_tokens with it"
+        )
 
 
 def wheel_file(verifier: WheelVerifier) -> WheelFile:

@@ -30,12 +30,12 @@ def test_both_engines_get_the_same_arguments(tmp_path, monkeypatch):
             started["command"] = command
             self.stdin, self.stdout = io.StringIO(), io.StringIO('{"ready": true}\n')
 
-    monkeypatch.setattr(regeneration.subprocess, "Popen", Process)
     python = serving_interpreter(tmp_path)
     spec = ServerSpec(python, Path("/m"), "bfloat16", 2048, 48, 1.5, "plain", prefix_caching=True)
+    served = serve_command(spec, 1)  # asks the interpreter, before processes are fake
+    monkeypatch.setattr(regeneration.subprocess, "Popen", Process)
     OfflineEngine(spec, io.StringIO())
     arguments = json.loads(started["command"][-1])
-    served = serve_command(spec, 1)
     for option, name in (("--model", "model"), ("--dtype", "dtype")):
         assert served[served.index(option) + 1] == arguments[name]
     for option, name in (

@@ -140,17 +140,26 @@ def test_interrupted_run_leaves_no_half_artifact_and_continues(cli: Cli, kind: s
     assert not any(path.exists() for path in halves)
 
 
-def test_help_teaches() -> None:
-    script = REPO / "flows" / "full_pipeline.py"
-    shown = subprocess.run([sys.executable, str(script), "--help"], capture_output=True, text=True, cwd="/", check=True)
-    for word in (
-        "--recipe",
-        "--set",
-        "--plan",
-        "--store",
-        "--force",
-        "--list-recipes",
-        "summary.json",
-        "Exit codes",
-    ):
+OPTIONS = ("--recipe", "--set", "--plan", "--store", "--force", "--list-recipes", "Exit codes")
+
+
+@pytest.mark.parametrize(
+    ("flow", "words"),
+    [
+        ("full_pipeline.py", ("summary.json",)),
+        ("regenerate.py", ("prompts.sources=chats.jsonl", "serving.urls", "draft_vocab_size=auto", "Parquet")),
+    ],
+)
+def test_help_teaches(flow: str, words: tuple[str, ...]) -> None:
+    command = [sys.executable, str(REPO / "flows" / flow), "--help"]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd="/", check=True)
+    for word in (*OPTIONS, *words):
         assert word in shown.stdout
+
+
+def test_regenerate_plans_the_data_stages_only(tmp_path: Path) -> None:
+    command = [sys.executable, str(REPO / "flows" / "regenerate.py"), "--plan", "--store", str(tmp_path / "store")]
+    shown = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=True).stdout.splitlines()
+    stages = ["verifier", "prompts", "references", "responses", "examples", "vocab", "coverage"]
+    assert [line.split()[0] for line in shown[:-1]] == stages
+    assert shown[-1] == "7 of 7 stages would run"

@@ -20,6 +20,7 @@ import fsspec
 import pytest
 import yaml
 
+from tasks.answer_rows import AnswerRow, read_answers
 from tests.s3_server import S3_ENVIRONMENT, s3_server
 from tests.tiny_verifier import make_tiny_verifier
 
@@ -99,7 +100,7 @@ class Pipeline:
 
     def has_some_answers(self) -> bool:
         """Whether the journal of the responses stage holds a few rows, but not all."""
-        journals = (self.folder / "work").rglob("responses/*/scratch/journal.jsonl")
+        journals = (self.folder / "work").rglob("responses/*/scratch/journal/*.jsonl")
         return any(5 <= journal.read_text().count("\n") < PROMPTS - 30 for journal in journals)
 
     def is_training(self) -> bool:
@@ -112,6 +113,15 @@ class Pipeline:
         )
         (path,) = filesystem.glob(f"artifacts/runs/{stage}/*/{file}")
         return filesystem.cat(path).decode()
+
+    def rows(self, folder: Path) -> list[AnswerRow]:
+        """The answers, by way of a local copy of their shards."""
+        filesystem = fsspec.filesystem(
+            "s3", endpoint_url=self.environment["AWS_ENDPOINT_URL"], key="test", secret="test", use_listings_cache=False
+        )
+        for path in filesystem.glob("artifacts/runs/responses/*/*.parquet"):
+            filesystem.get_file(path, str(folder / path.rsplit("/", 1)[-1]))
+        return list(read_answers(folder))
 
 
 def processes_of(folder: Path) -> list[str]:
@@ -138,13 +148,12 @@ def finished(tmp_path_factory):
         yield pipeline, kills, pipeline.run()
 
 
-def test_killed_run_loses_no_row_and_doubles_none(finished):
+def test_killed_run_loses_no_row_and_doubles_none(finished, tmp_path):
     pipeline, kills, _ = finished
     assert "answers are there already" in kills[1]
-    rows = [json.loads(line) for line in pipeline.read("responses", "responses.jsonl").splitlines()]
     asked = [json.loads(line)["id"] for line in pipeline.read("prompts", "train.jsonl").splitlines()]
     assert len(asked) == PROMPTS
-    assert [row["id"] for row in rows] == asked
+    assert [row.id for row in pipeline.rows(tmp_path)] == [f"{name}/0" for name in asked]
 
 
 def test_killed_training_continues(finished):
@@ -177,7 +186,7 @@ def test_second_run_takes_everything_from_the_store(finished):
     pipeline, _, done = finished
     again = pipeline.run()
     assert again.stdout.splitlines()[-1] == done.stdout.splitlines()[-1]
-    assert len(re.findall(r"  Cached ", again.stderr)) == 10
+    assert len(re.findall(r"  Cached ", again.stderr)) == 11
 
 
 def test_plan_names_the_field_and_the_stages_that_it_changes(finished):

@@ -92,7 +92,7 @@ def test_a_gguf_becomes_a_folder_with_the_decoded_weights(tmp_path, monkeypatch)
     assert tokenizer.decode([generation.eos_token_id]) == "<|im_end|>"
     assert tokenizer.decode([generation.pad_token_id]) == "<|endoftext|>"
     assert tokenizer.chat_template == CHAT_TEMPLATE
-    assert tokenizer.model_max_length == 256
+    assert tokenizer.model_max_length == 2048
     # This kind of vocabulary splits numbers off first, so that a blank line before one stays in one piece.
     assert tokenizer.backend_tokenizer.pre_tokenizer.pre_tokenize_str("a\n\n12") == [
         ("a", (0, 1)),
@@ -240,6 +240,12 @@ def test_preflight_of_a_folder_names_field_value_and_remedy(folder, tmp_path):
     with pytest.raises(RecipeError, match=rf"\[1, {NUM_LAYERS}\].*the last state is read separately"):
         check_verifier(path_recipe(folder, drafter={"aux_hidden_state_layer_ids": [1, NUM_LAYERS]}))
     check_verifier(path_recipe(folder, drafter={"aux_hidden_state_layer_ids": [1, NUM_LAYERS - 1]}))
+    edit_config(folder, max_position_embeddings=512)
+    with pytest.raises(RecipeError, match=r"serving\.max_model_len=513: the verifier has 512 positions; lower it"):
+        check_verifier(path_recipe(folder, serving={"max_model_len": 513}))
+    check_verifier(path_recipe(folder, serving={"max_model_len": 512}))
+    edit_config(folder, rope_scaling={"rope_type": "yarn", "factor": 4.0})
+    check_verifier(path_recipe(folder, serving={"max_model_len": 513}))
     edit_config(folder, architectures=["MambaForCausalLM"])
     with pytest.raises(RecipeError, match=r"MambaForCausalLM is not supported; supported:.*Qwen3"):
         check_verifier(path_recipe(folder))

@@ -41,7 +41,7 @@ def write_gguf(path, model, pre="smollm", architecture="llama", template=CHAT_TE
     import gguf
 
     writer = gguf.GGUFWriter(path, architecture)
-    writer.add_context_length(256)
+    writer.add_context_length(2048)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(LAYERS)
     writer.add_feed_forward_length(96)
