@@ -2,7 +2,8 @@
 
 A lease is a small object that its holder renews. Waiting machines compare what they saw earlier with what is there:
 one that did not change for `EXPIRES_SECONDS` of their own time is taken over, so that no two clocks are compared.
-Writes are conditional (If-None-Match, If-Match), so that only one taker wins.
+Writes are conditional (If-None-Match, If-Match), so that only one taker wins. On one machine a lock that dies with its
+holder comes first (`tasks.lock`), so whoever finds a lease of its own place there need not wait.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tasks.files import Files
 
@@ -33,6 +35,7 @@ class Lease:
     files: Files
     path: str
     tag: str
+    place: str
     lost: bool = False
     _stop: threading.Event = field(default_factory=threading.Event)
 
@@ -40,7 +43,7 @@ class Lease:
         """Renew until stopped; runs in a thread of its own."""
         while not self._stop.wait(RENEW_SECONDS):
             try:
-                tag = self.files.replace(self.path, _content(), self.tag)
+                tag = self.files.replace(self.path, _content(self.place), self.tag)
             except Exception as error:
                 log.warning("the lease %s could not be renewed (%s); trying again", self.path, error)
                 continue
@@ -56,19 +59,21 @@ class Lease:
 
 
 @contextlib.contextmanager
-def leased(files: Files, path: str, log: logging.Logger, waiting: str) -> Iterator[Lease | None]:
+def leased(files: Files, path: str, place: str, log: logging.Logger, waiting: str) -> Iterator[Lease | None]:
     """Hold a lease while the block runs; None where the storage has no conditional writes.
 
     Args:
         files: of the store.
         path: of the lease object.
+        place: the folder that the holder works in; the caller holds its lock.
         log: told who is waited for.
         waiting: what for.
     """
     if not files.has_conditional_writes:
         yield None
         return
-    lease = Lease(files, path, _acquire(files, path, log, waiting))
+    place = f"{socket.gethostname()} {_boot()} {place}"
+    lease = Lease(files, path, _acquire(files, path, place, log, waiting), place)
     renewing = threading.Thread(target=lease.keep, args=(log,), name="lease", daemon=True)
     renewing.start()
     try:
@@ -80,33 +85,42 @@ def leased(files: Files, path: str, log: logging.Logger, waiting: str) -> Iterat
             files.remove(path)
 
 
-def _acquire(files: Files, path: str, log: logging.Logger, waiting: str) -> str:
+def _acquire(files: Files, path: str, place: str, log: logging.Logger, waiting: str) -> str:
     seen: str | None = None
     since = time.monotonic()
     while True:
-        if (tag := files.create(path, _content())) is not None:
+        if (tag := files.create(path, _content(place))) is not None:
             return tag
         current = files.tag(path)
         if current is None:  # ended between two looks
             continue
         if current != seen:
+            holder = _holder(files, path)
+            if holder == place and (tag := files.replace(path, _content(place), current)) is not None:
+                return tag  # of an earlier attempt here, which was killed
             if seen is None:
-                log.info("waiting: %s (%s)", waiting, _holder(files, path))
+                log.info("waiting: %s (held by %s)", waiting, holder)
             seen, since = current, time.monotonic()
         elif time.monotonic() - since > EXPIRES_SECONDS:
-            if (tag := files.replace(path, _content(), current)) is not None:
+            if (tag := files.replace(path, _content(place), current)) is not None:
                 log.warning("took over the lease of %s, which was not renewed for %g s", path, EXPIRES_SECONDS)
                 return tag
             seen = None
         time.sleep(POLL_SECONDS)
 
 
-def _content() -> bytes:
-    return json.dumps({"holder": f"{socket.gethostname()} process {os.getpid()}", "nonce": uuid.uuid4().hex}).encode()
+def _content(place: str) -> bytes:
+    return json.dumps({"holder": place, "process": os.getpid(), "nonce": uuid.uuid4().hex}).encode()
 
 
 def _holder(files: Files, path: str) -> str:
     try:
-        return f"held by {json.loads(files.read(path))['holder']}"
+        return str(json.loads(files.read(path))["holder"])
     except (FileNotFoundError, ValueError, KeyError):
-        return "holder unknown"
+        return "an unknown machine"
+
+
+def _boot() -> str:
+    """Tells machines of one name apart, and a machine from itself before a restart."""
+    file = Path("/proc/sys/kernel/random/boot_id")
+    return file.read_text().strip() if file.is_file() else hex(uuid.getnode())

@@ -220,7 +220,7 @@ class ArtifactStore:
     def lease(self, ref: ArtifactRef, log: logging.Logger) -> AbstractContextManager[Lease | None]:
         """Be the only builder of an artifact among the machines that share a remote store."""
         waiting = f"another machine builds {ref.stage} {ref.short}"
-        return leased(self._files, f"{_place(ref)}{SUFFIX}", log, waiting)
+        return leased(self._files, f"{_place(ref)}{SUFFIX}", str(self.work / _place(ref)), log, waiting)
 
     def _is_copy(self, folder: Path, manifest: Manifest) -> bool:
         paths = {folder / entry.path: entry for entry in manifest.files}

@@ -160,10 +160,10 @@ def test_one_holds_a_lease_and_the_other_waits_until_it_ends(s3_root, quick):
     files, order, log = Files(s3_root), [], Log()
 
     def second():
-        with leased(files, "x.lease", log, "another machine builds x"):
+        with leased(files, "x.lease", "/b", log, "another machine builds x"):
             order.append("second")
 
-    with leased(files, "x.lease", log, "w") as held:
+    with leased(files, "x.lease", "/a", log, "w") as held:
         thread = threading.Thread(target=second)
         thread.start()
         time.sleep(1.2)  # longer than an unrenewed lease lives
@@ -180,7 +180,7 @@ import logging, sys, time
 from tasks import lease
 from tasks.files import Files
 lease.RENEW_SECONDS = 0.1
-with lease.leased(Files(sys.argv[1]), "x.lease", logging.getLogger(), "w"):
+with lease.leased(Files(sys.argv[1]), "x.lease", "/killed", logging.getLogger(), "w"):
     print("held", flush=True)
     time.sleep(60)
 """
@@ -194,14 +194,28 @@ def test_a_lease_of_a_killed_holder_is_taken_over(s3_root, quick):
     process.kill()
     process.wait()
     log = Log()
-    with leased(Files(s3_root), "x.lease", log, "w") as lease:
+    with leased(Files(s3_root), "x.lease", "/other", log, "w") as lease:
         assert not lease.lost
     assert "took over the lease" in log.lines[-1]
 
 
+def test_the_same_place_goes_on_at_once_after_a_kill(s3_root, monkeypatch):
+    monkeypatch.setattr(lease_module, "EXPIRES_SECONDS", 3600.0)
+    process = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, s3_root], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "held\n"
+    process.kill()
+    process.wait()
+    log = Log()
+    with leased(Files(s3_root), "x.lease", "/killed", log, "w") as lease:
+        assert not lease.lost
+    assert log.lines == []
+
+
 def test_a_holder_learns_that_its_lease_was_taken(s3_root, quick):
     files = Files(s3_root)
-    with leased(files, "x.lease", Log(), "w") as lease:
+    with leased(files, "x.lease", "/a", Log(), "w") as lease:
         files.write("x.lease", b"somebody else")
         deadline = time.monotonic() + 10
         while not lease.lost and time.monotonic() < deadline:
@@ -214,14 +228,14 @@ def test_only_one_of_many_takers_wins(s3_root, quick):
     files, holders, most = Files(s3_root), [], []
     files.write("x.lease", b"dead")
 
-    def take():
-        with leased(Files(s3_root), "x.lease", Log(), "w"):
+    def take(number):
+        with leased(Files(s3_root), "x.lease", f"/{number}", Log(), "w"):
             holders.append(1)
             most.append(len(holders))
             time.sleep(0.1)
             holders.pop()
 
-    threads = [threading.Thread(target=take) for _ in range(4)]
+    threads = [threading.Thread(target=take, args=(number,)) for number in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -230,7 +244,7 @@ def test_only_one_of_many_takers_wins(s3_root, quick):
 
 
 def test_a_folder_needs_no_lease(tmp_path):
-    with leased(Files(str(tmp_path)), "x.lease", Log(), "w") as lease:
+    with leased(Files(str(tmp_path)), "x.lease", "/a", Log(), "w") as lease:
         assert lease is None
     assert not list(tmp_path.iterdir())
 
