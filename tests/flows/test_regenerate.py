@@ -30,6 +30,7 @@ RECIPE = {
         "max_prompt_tokens": 400,
     },
     "responses": {"max_new_tokens": 24, "temperature": 0.7},
+    "examples": {"validation_share": 0.3},  # enough to have both sources in it
     "vocab": {"draft_vocab_size": "auto", "max_coverage_loss": 0.5},
     "evaluation": {"prompts_per_subset": 1, "max_new_tokens": 8},
     "serving": {"max_model_len": 1024, "max_num_seqs": 8, "concurrency": 8, "kv_cache_gib": 0.5},
