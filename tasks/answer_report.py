@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from array import array
 from collections import Counter
@@ -29,6 +30,15 @@ def looks_like_refusal(message: dict[str, Any], finish_reason: str) -> bool:
         return True
     text = re.sub(r"^.*</think>", "", str(message.get("content") or ""), flags=re.DOTALL)
     return REFUSAL.match(text.replace("\u2019", "'").lstrip()) is not None
+
+
+def finished_counts(folder: Path) -> dict[str, int | float | str] | None:
+    """Counts of answers that are complete: the report is written last."""
+    path = folder / REPORT
+    if not path.is_file():
+        return None
+    counts: dict[str, int | float | str] = json.loads(path.read_text())["counts"]
+    return counts
 
 
 class AnswerReport:
@@ -69,17 +79,19 @@ class AnswerReport:
         }
 
     def write(self, folder: Path, failed: int, cut: int) -> dict[str, int | float | str]:
-        """Write report.json; returns the manifest's counts."""
+        """Write report.json, whole or not at all; returns the manifest's counts."""
         counts = self.counts(failed, cut)
         report = {
-            **counts,
+            "counts": counts,
             "finish_reasons": dict(self.finish_reasons.most_common()),
             "modes": dict(sorted(self.modes.items())),
             **self.tools,
             "answer_tokens_quantiles": self.quantiles(),
             "answer_tokens_histogram": self.histogram(),
         }
-        (folder / REPORT).write_text(json.dumps(report, indent=2) + "\n")
+        partial = folder / f"{REPORT}.partial"
+        partial.write_text(json.dumps(report, indent=2) + "\n")
+        os.replace(partial, folder / REPORT)
         return counts
 
     def quantiles(self) -> dict[str, int]:

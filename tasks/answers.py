@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tasks.answer_journal import Journal
-from tasks.answer_report import AnswerReport
+from tasks.answer_report import AnswerReport, finished_counts
 from tasks.answer_rows import AnswerRow, AnswerWriter
 from tasks.answer_servers import AnswerServers, answer_servers
 from tasks.conversation_turns import Conversation
@@ -29,7 +29,6 @@ from tasks.states_spool import StatesSpool
 from tasks.vllm_client import Completion, Request, RequestRefused, generate
 
 ERRORS = "errors.jsonl"
-COUNTS = "counts.json"
 
 
 class TooManyFailuresError(RuntimeError):
@@ -77,9 +76,7 @@ def answer_prompts(context: StageContext, plan: AnswerPlan) -> dict[str, int | f
         TooManyFailuresError: a larger share of conversations failed than `responses.max_failed_share`, or all did.
         PromptFileError: the prompts hold an id twice, or a row without user turn.
     """
-    final = context.output / COUNTS
-    if final.is_file():  # written last
-        finished: dict[str, int | float | str] = json.loads(final.read_text())
+    if (finished := finished_counts(context.output)) is not None:
         return finished
     total = check_prompt_file(plan.prompts)
     journal = Journal(context.scratch / "journal")
@@ -89,10 +86,8 @@ def answer_prompts(context: StageContext, plan: AnswerPlan) -> dict[str, int | f
     finally:
         journal.close()
     _check_failures(asking.failed, total, context.recipe.responses.max_failed_share)
-    counts = _write(context, plan, journal, asking)
     write_jsonl(context.output / ERRORS, read_jsonl(asking.errors))
-    final.write_text(json.dumps(counts))
-    return counts
+    return _write(context, plan, journal, asking)
 
 
 def check_prompt_file(path: Path) -> int:
@@ -223,7 +218,7 @@ class _Asking:
 
 
 def _write(context: StageContext, plan: AnswerPlan, journal: Journal, asking: _Asking) -> dict[str, int | float | str]:
-    """Write the shards in the order of the prompts, and the report."""
+    """Write the shards in the order of the prompts, and last the report."""
     report, writer = AnswerReport(), AnswerWriter(context.output)
     for prompt in read_jsonl(plan.prompts):
         rows = journal.turns(prompt["id"])

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tasks.prompt_rows import ngrams, normalised, words_of
+from tasks.prompt_rows import ngrams, normalised
 
 PERMUTATIONS = 128
 SHINGLE_WORDS, SHINGLE_CHARACTERS = 3, 5
-# Words are no measure of scripts that do not separate them.
-LONGEST_WORD_ON_AVERAGE = 12
+# Fewer blanks than that: a script that does not separate words.
+CHARACTERS_PER_BLANK = 12
 # Short questions that differ in one word are different questions.
 FEWEST_CHARACTERS = 80
 # Candidates cost little, since each is compared again; a missed one is a duplicate in training.
@@ -29,21 +29,20 @@ class NearDuplicates:
     """
 
     def __init__(self, similarity: float) -> None:
-        from datasketch import MinHashLSH
+        from datasketch import MinHash, MinHashLSH
 
         self._similarity = similarity
         # datasketch needs a threshold below 1; candidates are compared with the real one.
         threshold = min(similarity, 0.95)
         self._index: Any = MinHashLSH(threshold=threshold, num_perm=PERMUTATIONS, weights=RECALL_WEIGHTS)
+        self._empty: Any = MinHash(num_perm=PERMUTATIONS, seed=1)
         self._signatures: list[NDArray[np.uint32]] = []
 
     def seen(self, text: str) -> bool:
         """Whether a remembered text is nearly `text`; if not, it is remembered from now on. Short texts never are."""
-        from datasketch import MinHash
-
         if len(text) < FEWEST_CHARACTERS:
             return False
-        signature = MinHash(num_perm=PERMUTATIONS, seed=1)
+        signature = self._empty.copy()  # with its permutations, which are costly to draw
         signature.update_batch([shingle.encode("utf-8", "surrogatepass") for shingle in shingles(text)])
         values = signature.hashvalues
         for number in self._index.query(signature):
@@ -56,7 +55,7 @@ class NearDuplicates:
 
 def shingles(text: str) -> set[str]:
     """Runs of three words; of five characters in scripts that do not separate words."""
-    if len(words_of(text)) * LONGEST_WORD_ON_AVERAGE >= len(text):
+    if len(text.split()) * CHARACTERS_PER_BLANK >= len(text):
         return {" ".join(run) for run in ngrams(text, SHINGLE_WORDS)}
     plain = normalised(text)
     return {plain[start : start + SHINGLE_CHARACTERS] for start in range(max(1, len(plain) - SHINGLE_CHARACTERS + 1))}
