@@ -127,7 +127,7 @@ class _Asking:
 
     def run(self, total: int) -> None:
         """Ask whatever is not answered yet."""
-        done = sum(self._resumed(prompt).next_messages() is None for prompt in read_jsonl(self.plan.prompts))
+        done = sum(self.resumed(prompt).next_messages() is None for prompt in read_jsonl(self.plan.prompts))
         if self.journal.rows:
             self.context.log.info(
                 "%d answers are there already, %d of %d conversations are complete", self.journal.rows, done, total
@@ -148,7 +148,8 @@ class _Asking:
             on_failure=self._fail,
         )
 
-    def _resumed(self, prompt: Mapping[str, Any]) -> Conversation:
+    def resumed(self, prompt: Mapping[str, Any]) -> Conversation:
+        """A conversation with the answers that the journal holds already."""
         conversation = Conversation(prompt["messages"], self.plan.max_turns)
         if prompt["id"] in self.journal:
             for row in self.journal.turns(prompt["id"]):
@@ -157,7 +158,7 @@ class _Asking:
 
     def _requests(self) -> Iterator[Request]:
         for prompt in read_jsonl(self.plan.prompts):
-            conversation = self._resumed(prompt)
+            conversation = self.resumed(prompt)
             if (request := self._request(prompt, conversation)) is not None:
                 self._active[prompt["id"]] = conversation, prompt
                 yield request
@@ -225,7 +226,7 @@ def _write(context: StageContext, plan: AnswerPlan, journal: Journal, asking: _A
         for row in rows:
             writer.add(row)
         if rows:
-            report.add(rows, asking._resumed(prompt))
+            report.add(rows, asking.resumed(prompt))
     writer.close()
     for line in report.lines():
         context.log.info("%s", line)
