@@ -92,7 +92,11 @@ class _Handler(BaseHTTPRequestHandler):
             while self.rfile.readline().strip():
                 pass
             return b"".join(parts)
-        return self.rfile.read(int(self.headers.get("content-length") or 0))
+        length = int(self.headers.get("content-length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client was killed: a server would not take half a body for a whole one
+            raise ConnectionAbortedError
+        return body
 
     def _forward(self, body: bytes, fault: str | None) -> None:
         upstream = self.server.upstream
