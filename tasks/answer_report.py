@@ -50,11 +50,13 @@ class AnswerReport:
         self.lengths = array("i")
         self.finish_reasons: Counter[str] = Counter()
         self.modes: Counter[str] = Counter()
+        self.turns: Counter[int] = Counter()
         self.tools: Counter[str] = Counter()
 
     def add(self, rows: list[AnswerRow], conversation: Conversation) -> None:
         """Count a conversation that has at least one answer."""
         self.conversations += 1
+        self.turns[len(rows)] += 1
         self.tools["tool_results_by_name"] += conversation.tool_results_by_name
         self.tools["tool_results_missing"] += conversation.tool_results_missing
         for row in rows:
@@ -85,6 +87,7 @@ class AnswerReport:
             "counts": counts,
             "finish_reasons": dict(self.finish_reasons.most_common()),
             "modes": dict(sorted(self.modes.items())),
+            "conversations_by_turns": {str(turns): self.turns[turns] for turns in sorted(self.turns)},
             **self.tools,
             "answer_tokens_quantiles": self.quantiles(),
             "answer_tokens_histogram": self.histogram(),
@@ -110,6 +113,8 @@ class AnswerReport:
         lengths = ", ".join(f"{float(share):.0%} {tokens}" for share, tokens in self.quantiles().items())
         found = [f"{self.rows:,} answers of {self.conversations:,} conversations: {reasons}"]
         found.append(f"answer tokens, quantiles: {lengths}; refusals (estimate, English openings): {self.refusals:,}")
+        if len(self.turns) > 1:
+            found.append("conversations by turns: " + ", ".join(f"{n} {self.turns[n]:,}" for n in sorted(self.turns)))
         if len(self.modes) > 1:
             found.append("modes: " + ", ".join(f"{name} {count:,}" for name, count in sorted(self.modes.items())))
         if any(self.tools.values()):

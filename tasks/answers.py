@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,9 @@ from tasks.states_spool import StatesSpool
 from tasks.vllm_client import Completion, Request, RequestRefused, generate
 
 ERRORS = "errors.jsonl"
+# What a server says of a conversation that it will not take. Other statuses (keys, limits, unknown models) are about
+# the server, and a run in which they end conversations early must not pass for a good one.
+REFUSED_CONTENT = frozenset({400, 413, 422})
 
 
 class TooManyFailuresError(RuntimeError):
@@ -114,6 +117,14 @@ def check_prompt_file(path: Path) -> int:
     return len(seen)
 
 
+def replay(prompt: Mapping[str, Any], rows: Sequence[AnswerRow], max_turns: int) -> Conversation:
+    """A prompt's conversation after the answers that it has so far."""
+    conversation = Conversation(prompt["messages"], max_turns)
+    for row in rows:
+        conversation.take(json.loads(row.message))
+    return conversation
+
+
 class _Asking:
     """The conversations in flight, and what becomes of their answers."""
 
@@ -135,6 +146,7 @@ class _Asking:
         if done == total:
             return
         found = answer_servers(self.context, want_states=self.plan.want_states)
+        self.context.log.info("asking %s", ", ".join(server.url for server in found.servers))
         self._spool = StatesSpool.of(self.context, self.plan.stage) if found.with_states else None
         self.progress = Progress(self.context, total, "conversations", done=done)
         self._ask(found)
@@ -150,11 +162,7 @@ class _Asking:
 
     def resumed(self, prompt: Mapping[str, Any]) -> Conversation:
         """A conversation with the answers that the journal holds already."""
-        conversation = Conversation(prompt["messages"], self.plan.max_turns)
-        if prompt["id"] in self.journal:
-            for row in self.journal.turns(prompt["id"]):
-                conversation.take(json.loads(row.message))
-        return conversation
+        return replay(prompt, self.journal.turns(prompt["id"]), self.plan.max_turns)
 
     def _requests(self) -> Iterator[Request]:
         for prompt in read_jsonl(self.plan.prompts):
@@ -210,7 +218,7 @@ class _Asking:
         with self.errors.open("a", encoding="utf-8") as stream:
             stream.write(json.dumps({"id": name, "turn": int(turn), "error": cause}) + "\n")
         del self._active[name]
-        if int(turn) and isinstance(error, RequestRefused) and 400 <= error.status < 500:
+        if int(turn) and isinstance(error, RequestRefused) and error.status in REFUSED_CONTENT:
             self.cut += 1  # usually: the conversation has become longer than the server takes
         else:
             self.failed.append(cause)
@@ -226,7 +234,7 @@ def _write(context: StageContext, plan: AnswerPlan, journal: Journal, asking: _A
         for row in rows:
             writer.add(row)
         if rows:
-            report.add(rows, asking.resumed(prompt))
+            report.add(rows, replay(prompt, rows, plan.max_turns))
     writer.close()
     for line in report.lines():
         context.log.info("%s", line)

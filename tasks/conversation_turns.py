@@ -67,24 +67,31 @@ class Conversation:
             self._due = False
 
     def _answer_calls(self, calls: list[Mapping[str, Any]]) -> None:
-        for call in calls:
-            function = call.get("function", {})
-            result = self._find(str(function.get("name")), str(function.get("arguments") or ""))
-            if result is None:
-                self.tool_results_missing += 1
-                self._due = False
-                return
-            result.used = True
-            self._history.append({"role": "tool", "tool_call_id": call.get("id"), "content": result.content})
+        functions = [call.get("function", {}) for call in calls]
+        wanted = [(str(one.get("name")), _canonical(str(one.get("arguments") or ""))) for one in functions]
+        # All equal arguments first: a call that takes any result of its tool must not take another call's own.
+        found = [self._take_result(name, arguments) for name, arguments in wanted]
+        for place, (name, _) in enumerate(wanted):
+            if found[place] is None:
+                found[place] = self._take_result(name, None)
+                self.tool_results_by_name += found[place] is not None
+        results = [result for result in found if result is not None]
+        if missing := len(calls) - len(results):
+            self.tool_results_missing += missing
+            self._due = False
+            return
+        self._history += [
+            {"role": "tool", "tool_call_id": call.get("id"), "content": result.content}
+            for call, result in zip(calls, results, strict=True)
+        ]
 
-    def _find(self, name: str, arguments: str) -> _Recorded | None:
-        unused = [result for result in self._results if not result.used and result.name == name]
-        wanted = _canonical(arguments)
-        exact = next((result for result in unused if result.arguments == wanted), None)
-        if exact is None and unused:
-            self.tool_results_by_name += 1
-            return unused[0]
-        return exact
+    def _take_result(self, name: str, arguments: str | None) -> _Recorded | None:
+        """The first unused result of a tool, of a call with these arguments where they are given; it is used then."""
+        for result in self._results:
+            if not result.used and result.name == name and arguments in (None, result.arguments):
+                result.used = True
+                return result
+        return None
 
 
 def _user_parts(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -34,17 +34,28 @@ def mode_fields(mode: ResponseMode) -> dict[str, Any]:
 
 
 def ignored_modes(modes: Sequence[ResponseMode], tokenizer: Any) -> list[str]:
-    """Names of modes that ask the verifier's chat template for something it does not know."""
+    """Names of modes with an argument that makes no difference to the verifier's chat template.
 
-    def rendered(mode: ResponseMode) -> str:
-        arguments = {**mode.chat_template_kwargs}
-        if mode.reasoning_effort is not None:
-            arguments["reasoning_effort"] = mode.reasoning_effort
+    A value may be the template's default: an argument is known when any mode's value of it makes a difference.
+    """
+
+    def rendered(arguments: Mapping[str, Any]) -> str:
         text: str = tokenizer.apply_chat_template(_PROBE, tokenize=False, add_generation_prompt=True, **arguments)
         return text
 
-    plain = rendered(DEFAULT)
-    asking = [mode for mode in modes if mode_fields(mode)]
-    # The template's default may be one of the modes: only when none of them differs is the argument unknown.
-    texts = {mode.name: rendered(mode) for mode in asking}
-    return [] if any(text != plain for text in texts.values()) else list(texts)
+    def arguments_of(mode: ResponseMode) -> dict[str, dict[str, Any]]:
+        """Argument -> what the template is told for it alone."""
+        found: dict[str, dict[str, Any]] = {name: {name: value} for name, value in mode.chat_template_kwargs.items()}
+        if mode.reasoning_effort is not None:
+            found["reasoning_effort"] = {"reasoning_effort": mode.reasoning_effort, **_thinking(mode)}
+        return found
+
+    plain = rendered({})
+    told = {mode.name: arguments_of(mode) for mode in modes}
+    known = {name for given in told.values() for name, alone in given.items() if rendered(alone) != plain}
+    return [mode for mode, given in told.items() if not given.keys() <= known]
+
+
+def _thinking(mode: ResponseMode) -> dict[str, Any]:
+    """What vLLM adds to a reasoning effort (ChatCompletionRequest.build_chat_params), for templates without efforts."""
+    return {} if "enable_thinking" in mode.chat_template_kwargs else {"enable_thinking": True}

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from tasks.answers import AnswerPlan, answer_prompts
+from tasks.jsonl import read_jsonl
 from tasks.recipe import Recipe
 from tasks.response_modes import ignored_modes
 from tasks.sampling import sampling_of
@@ -55,11 +56,14 @@ def build(context: StageContext) -> Mapping[str, int | float | str]:
 def _states_fit(context: StageContext) -> bool:
     """Whether the hidden states of all answers are likely to fit into the spool."""
     config = text_config(verifier_folder(context.parents["verifier"]))
-    prompts = context.manifests["prompts"].counts if "prompts" in context.manifests else {}
-    tokens = float(prompts.get("prompt_tokens", 0)) + context.recipe.responses.max_new_tokens * float(
-        prompts.get("prompts", 0)
+    counts = context.manifests["prompts"].counts
+    tokens = tokens_estimate(
+        read_jsonl(context.parents["prompts"] / "train.jsonl"),
+        tokens_per_prompt=float(counts["prompt_tokens"]) / float(counts["prompts"]),
+        max_new_tokens=context.recipe.responses.max_new_tokens,
+        max_turns=context.recipe.responses.max_turns,
     )
-    estimate = tokens * len(state_layer_ids(context)) * config.get("hidden_size", 0) * STATE_BYTES
+    estimate = tokens * len(state_layer_ids(context)) * config["hidden_size"] * STATE_BYTES
     fits = estimate <= context.recipe.serving.spool_gib * 2**30
     if not fits:
         context.log.info(
@@ -71,13 +75,28 @@ def _states_fit(context: StageContext) -> bool:
     return fits
 
 
+def tokens_estimate(
+    prompts: Iterable[Mapping[str, Any]], *, tokens_per_prompt: float, max_new_tokens: int, max_turns: int
+) -> float:
+    """Tokens of all answers with all that they follow, if every answer is as long as it may be.
+
+    Each answer is a row of its own, with the whole conversation before it: states grow with the square of the turns.
+    """
+    total = 0.0
+    for prompt in prompts:
+        messages = prompt.get("messages") or []  # a bad row is named by who asks
+        turns = min(max_turns, sum(message["role"] == "user" for message in messages))
+        total += turns * tokens_per_prompt + max_new_tokens * turns * (turns + 1) / 2
+    return total
+
+
 def _warn_of_ignored_modes(context: StageContext) -> None:
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(verifier_folder(context.parents["verifier"]))
     if ignored := ignored_modes(context.recipe.responses.modes, tokenizer):
         context.log.warning(
-            "responses.modes %s: the verifier's chat template takes no notice of them, so they make no difference",
+            "responses.modes %s: the verifier's chat template takes no notice of what they say; correct or remove them",
             ", ".join(ignored),
         )
 

@@ -55,7 +55,8 @@ def sampling_of(responses: ResponsesSection, verifier: Path) -> Sampling:
         )
     given = {name: config[name] for name in OFF if config.get(name) is not None}
     # transformers' default where sampling is on and no temperature is given.
-    return Sampling(float(config.get("temperature", 1.0)), {**OFF, **given, **own})
+    temperature = config.get("temperature")
+    return Sampling(1.0 if temperature is None else float(temperature), {**OFF, **given, **own})
 
 
 def request_seed(seed: int, conversation: str, turn: int) -> int:

@@ -94,7 +94,7 @@ class FakeServers:
 
     def acquire_many(self, specs: list[Any]) -> list[Any]:
         self.acquired += specs
-        return [SimpleNamespace(spec=spec) for spec in specs]
+        return [SimpleNamespace(spec=spec, url="http://fake") for spec in specs]
 
     def close(self) -> None:
         pass

@@ -26,6 +26,7 @@ from tasks.sampling import OFF, sampling_of
         ({"temperature": 0.8, "top_k": 7}, None, 0.8, {"top_k": 7}),
         ({"temperature": "model"}, {"do_sample": True, "top_p": 0.95, "top_k": 20}, 1.0, {"top_p": 0.95, "top_k": 20}),
         ({"temperature": "model"}, {"temperature": 0.6, "repetition_penalty": 1.1}, 0.6, {"repetition_penalty": 1.1}),
+        ({"temperature": "model"}, {"do_sample": True, "temperature": None, "top_p": None}, 1.0, {}),
         ({"temperature": "model", "top_p": 0.5}, {"temperature": 0.6, "top_p": 0.9}, 0.6, {"top_p": 0.5}),
     ],
 )
@@ -80,9 +81,22 @@ def test_modes_that_the_template_does_not_know_are_found():
 
     knows = SimpleNamespace(apply_chat_template=render)
     deaf = SimpleNamespace(apply_chat_template=lambda messages, **others: "x")
-    assert ignored_modes(MODES, knows) == [], "the default is one of them, and the other one differs"
+    assert ignored_modes(MODES[:2], knows) == [], "the default is one of them, and the other one differs"
+    assert ignored_modes(MODES, knows) == ["low"]
     assert ignored_modes(MODES, deaf) == ["think", "plain", "low"]
     assert ignored_modes(MODES[2:], knows) == ["low"]
+    half = ResponseMode(name="half", chat_template_kwargs={"enable_thinking": False, "unheard": 1})
+    assert ignored_modes((half,), knows) == ["half"]
+
+
+def test_a_reasoning_effort_switches_thinking_on_as_vllm_does():
+    def render(messages, tokenize, add_generation_prompt, enable_thinking=False, **others):
+        return f"{messages}{enable_thinking}"
+
+    opt_in = SimpleNamespace(apply_chat_template=render)
+    assert ignored_modes(MODES[2:], opt_in) == []
+    off = ResponseMode(name="off", reasoning_effort="low", chat_template_kwargs={"enable_thinking": False})
+    assert ignored_modes((off,), opt_in) == ["off"]
 
 
 # --- rows and reports
@@ -121,6 +135,7 @@ def test_the_report_counts(tmp_path):
     assert written["answer_tokens_quantiles"] == {"0.1": 1, "0.5": 9, "0.9": 100, "0.99": 100}
     assert written["answer_tokens_histogram"] == {"<=1": 1, "<=8": 1, "<=16": 1, "<=128": 1}
     assert written["tool_results_by_name"] == 4
+    assert written["conversations_by_turns"] == {"1": 4}
     assert "2 stop" in report.lines()[0]
 
 

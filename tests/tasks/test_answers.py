@@ -8,14 +8,18 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tasks.answer_journal import Journal
-from tasks.answer_rows import AnswerRow, read_answers
+from tasks.answer_rows import read_answers
+from tasks.answer_servers import AnswerServers
 from tasks.answers import ERRORS, AnswerPlan, PromptFileError, TooManyFailuresError, answer_prompts, check_prompt_file
 from tasks.jsonl import read_jsonl, write_jsonl
+from tasks.recipe_data import ResponseMode
+from tasks.response_modes import choose_mode
 from tasks.sampling import GREEDY, Sampling, request_seed
 from tasks.states_spool import StatesSpool
 from tasks.vllm_client import RequestRefused
@@ -180,47 +184,6 @@ def test_half_a_conversation_goes_on_at_its_next_turn(engine, tmp_path):
     assert rows_of(context) == rows_of(unbroken)
 
 
-def row(conversation, turn=0):
-    return AnswerRow(f"{conversation}/{turn}", conversation, turn, "s", "x", "", [1], [2, turn], "stop", "{}")
-
-
-def test_a_journal_cut_at_any_byte_holds_the_rows_before(tmp_path):
-    journal = Journal(tmp_path / "whole")
-    for one in (row("a"), row("a", 1), row("b")):
-        journal.append(one)
-    journal.close()
-    content = (tmp_path / "whole" / "00000.jsonl").read_bytes()
-    second = content.index(b"\n", content.index(b"\n") + 1) + 1
-    for length in range(second, len(content) + 1):
-        folder = tmp_path / "cut"
-        folder.mkdir(exist_ok=True)
-        (folder / "00000.jsonl").write_bytes(content[:length])
-        cut = Journal(folder)
-        assert cut.turns("a") == [row("a"), row("a", 1)]
-        # Without its newline nobody knows whether the line ended there.
-        assert ("b" in cut) == (length == len(content))
-        if "b" not in cut:
-            cut.append(row("b"))
-        cut.close()
-        assert (folder / "00000.jsonl").read_bytes() == content
-
-
-def test_a_journal_goes_on_in_new_segments_and_refuses_gaps(tmp_path):
-    for _ in range(3):  # opened again and again
-        journal = Journal(tmp_path, rows_per_segment=2)
-        first = journal.rows
-        for number in range(first, first + 3):
-            journal.append(row(f"c{number}"))
-        journal.close()
-    assert [path.read_text().count("\n") for path in sorted(tmp_path.iterdir())] == [2, 2, 2, 2, 1]
-    journal = Journal(tmp_path, rows_per_segment=2)
-    assert [journal.turns(f"c{number}") for number in range(10)] == [[row(f"c{n}")] for n in range(9)] + [[]]
-    with pytest.raises(ValueError, match="c1/0 is not the next turn"):
-        journal.append(row("c1"))
-    with pytest.raises(ValueError, match="new/1 is not the next turn"):
-        journal.append(row("new", 1))
-
-
 def test_too_many_failures_name_the_commonest_and_keep_what_is_done(engine, tmp_path):
     context = context_in(tmp_path)
     engine.failing = {
@@ -265,6 +228,51 @@ def test_a_later_turn_that_is_refused_ends_its_conversation_and_fails_nothing(en
     (error,) = read_jsonl(context.output / ERRORS)
     assert (error["id"], error["turn"]) == ("a", 1)
     assert "longer than max_model_len" in error["error"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 429])
+def test_a_later_turn_that_fails_on_the_server_is_a_failure_and_keeps_the_turns_before(engine, tmp_path, status):
+    context = context_in(tmp_path, max_failed_share=0.5)
+    engine.failing = {"a/1": RequestRefused(status, "no")}
+    counts = answer(context, [prompt("a", "1", "2", "3"), prompt("b", "1", "2")])
+    assert [row.id for row in rows_of(context)] == ["a/0", "b/0", "b/1"]
+    assert (counts["failed"], counts["conversations_cut"]) == (1, 0)
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("section", "choice"),
+    [
+        ({}, "none"),
+        ({"responses": {"tool_call_parser": "hermes"}}, None),
+        ({"serving": {"urls": ["http://gpu1:8000"]}}, None),
+    ],
+)
+def test_tools_are_sent_and_only_a_parser_lets_the_verifier_call_them(engine, tmp_path, monkeypatch, section, choice):
+    external = AnswerServers((SimpleNamespace(url="http://gpu1:8000"),), with_states=False)
+    monkeypatch.setattr("tasks.answers.answer_servers", lambda context, want_states: external)
+    context = stage_context(tmp_path, toy_recipe(bare_verifier(tmp_path / "verifier"), **section), {})
+    answer(context, [PROMPTS[0] | {"tools": TOOLS}, PROMPTS[1]])
+    asked = {request.id: request for request in engine.asked}
+    assert asked["p0/0"].tools == TOOLS
+    assert asked["p0/0"].extra.get("tool_choice") == choice
+    assert asked["p1/0"].tools is None
+    assert "tool_choice" not in asked["p1/0"].extra
+
+
+def test_every_turn_of_a_conversation_is_asked_in_its_mode(engine, tmp_path):
+    modes = tuple(ResponseMode(name=f"m{i}", chat_template_kwargs={"effort": i}) for i in range(3))
+    talks = [prompt(f"t{i}", "1", "2") for i in range(12)]
+    context = context_in(tmp_path)
+    answer(context, talks, modes=modes)
+    for row in rows_of(context):
+        mode = choose_mode(modes, 5, row.conversation)
+        asked = next(request for request in engine.asked if request.id == row.id)
+        assert row.mode == mode.name
+        assert asked.extra["chat_template_kwargs"] == mode.chat_template_kwargs
+    assert len({row.mode for row in rows_of(context)}) == 3
 
 
 def test_written_answers_are_final(engine, tmp_path):

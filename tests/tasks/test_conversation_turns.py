@@ -91,6 +91,12 @@ WEATHER = [
         ([("c", "weather", '{"city": "Bonn"}'), ("d", "weather", '{"city": "Kiel"}')], ["warm", "cold"], 2),
         ([("c", "weather", '{"city": "Oslo"}'), ("d", "weather", '{"city": "Oslo"}')], ["cold", "warm"], 1),
         ([("c", "weather", "no json")], ["warm"], 1),
+        # The second call's own result is not given to the first one, which has none.
+        (
+            [("c", "weather", '{"city": "Bonn"}'), ("d", "weather", '{"city": "Rome", "unit": "C"}')],
+            ["cold", "warm"],
+            1,
+        ),
     ],
 )
 def test_calls_get_recorded_results_by_arguments_then_by_name_each_once(made, contents, by_name):

@@ -43,6 +43,7 @@ context = SimpleNamespace(
     log=logging.getLogger("t"), progress=lambda *_: None,
 )
 plan = answers.AnswerPlan("responses", room.parent / "prompts.jsonl", 6, 3, GREEDY, want_states=False)
+import httpx, tenacity  # what takes longest, so that the kill meets the work
 print("ready", flush=True)
 answers.answer_prompts(context, plan)
 """
